@@ -16,7 +16,7 @@ from tqdm import tqdm
 
 from benchmarks.training_steps import N_CLASSES, WARM_UP, Setting, Step
 from toolkit.cli.check_options import check_counts
-from toolkit.cost.stage_costs import synchronized_time
+from toolkit.cost.profiling import synchronized_time
 from toolkit.runtime import SingleProcess
 from toolkit.runtime.meters.operations import count_operations
 from toolkit.training.data import Batches, synthetic

@@ -6,8 +6,9 @@ from toolkit.cost.chakra import write_chakra
 from toolkit.cost.compression import compressed_costs
 from toolkit.cost.hardware import UNIT, Hardware
 from toolkit.cost.model_memory import AXES, MemoryCurve, memory_curve
+from toolkit.cost.profiling import profile
 from toolkit.cost.simulate import simulate
-from toolkit.cost.stage_costs import Costs, StageCost, profile, recomputing, unit_costs
+from toolkit.cost.stage_costs import Costs, StageCost, recomputing, unit_costs
 from toolkit.cost.timeline import Change, Span, Timeline
 
 __all__ = [

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 from toolkit.cost.hardware import Hardware
 from toolkit.cost.stage_costs import Costs, moved_bytes
 from toolkit.extras import check_installed
-from toolkit.schedule import Action, Program
+from toolkit.schedule import Action, Instruction, Program
 from toolkit.schedule.dependencies import needs
 
 _COMMUNICATION = {Action.SEND: "COMM_SEND_NODE", Action.RECV: "COMM_RECV_NODE"}
@@ -40,9 +40,10 @@ def chakra_nodes(
         hardware: seconds of ops that were not measured.
         rank: the rank, from 0.
     """
-    order, message_bytes, nodes = program.ranks[rank], moved_bytes(costs), []
-    # The k-th message to a peer is the peer's k-th receive.
-    tags: Counter[tuple] = Counter()
+    order = program.ranks[rank]
+    message_bytes = moved_bytes(costs)
+    nodes: list[Node] = []
+    tags: Counter[tuple[int, int]] = Counter()
     last_op: list[int] = []  # index of the op before, if there is one
     for index, (instruction, needed_indices) in enumerate(
         zip(order, needs(order, rank), strict=True)
@@ -51,35 +52,21 @@ def chakra_nodes(
         if instruction.action == Action.FREE:
             continue
         attributes: dict[str, Any] = {"is_cpu_op": False}
-        node_type, control_dependencies, microseconds = "COMP_NODE", [], 0
+        node_type = "COMP_NODE"
+        control_dependencies: list[int] = []
+        microseconds = 0
         if instruction.action.communicates:
             node_type = _COMMUNICATION.get(instruction.action, "COMM_COLL_NODE")
-            attributes["comm_size"] = int(
-                message_bytes[instruction.buffer][instruction.stage]
-            )
-            if instruction.action in _COMMUNICATION:
-                endpoints = (
-                    (rank, *instruction.peers)
-                    if instruction.action == Action.SEND
-                    else (*instruction.peers, rank)
-                )
-                attributes |= {
-                    "comm_src": endpoints[0],
-                    "comm_dst": endpoints[1],
-                    "comm_tag": tags[endpoints],
-                }
-                tags[endpoints] += 1
-            else:
-                attributes |= {
-                    "comm_type": instruction.action.name,
-                    "pg_name": ",".join(map(str, instruction.peers)),
-                }
+            n_bytes = message_bytes[instruction.buffer][instruction.stage]
+            attributes["comm_size"] = int(n_bytes)
+            attributes |= _addresses(instruction, rank, tags)
         elif instruction.action.computes:
             microseconds = round(
                 costs[instruction.stage].op_seconds(hardware)[instruction.action] * 1e6
             )
             # Only ops have durations and share the rank's compute, so only they are chained.
-            control_dependencies, last_op = last_op, [index]
+            control_dependencies = last_op
+            last_op = [index]
         data_dependencies = [
             dependency
             for dependency in needed_indices
@@ -97,6 +84,27 @@ def chakra_nodes(
             )
         )
     return nodes
+
+
+def _addresses(
+    instruction: Instruction, rank: int, tags: Counter[tuple[int, int]]
+) -> dict[str, Any]:
+    """Return the attributes that say which ranks a message or a collective connects.
+
+    Args:
+        instruction: of ``rank``.
+        rank: the rank of the trace.
+        tags: messages so far, by sender and receiver; the message is counted.
+    """
+    if instruction.action not in _COMMUNICATION:
+        members = ",".join(map(str, instruction.peers))
+        return {"comm_type": instruction.action.name, "pg_name": members}
+    (peer,) = instruction.peers
+    endpoints = (rank, peer) if instruction.action == Action.SEND else (peer, rank)
+    # The k-th message to a peer is the peer's k-th receive.
+    tag = tags[endpoints]
+    tags[endpoints] += 1
+    return {"comm_src": endpoints[0], "comm_dst": endpoints[1], "comm_tag": tag}
 
 
 def write_chakra(

@@ -19,7 +19,8 @@ from typing import Any
 
 import torch
 
-from toolkit.cost.stage_costs import Costs, StageCost, Values, received_inputs, timed
+from toolkit.cost.profiling import fresh_leaves, received_inputs, timed
+from toolkit.cost.stage_costs import Costs, StageCost
 from toolkit.errors import UserError
 from toolkit.model import Stages
 from toolkit.model.generators import kept_generators
@@ -99,13 +100,13 @@ def add_library_workspace(
             # A copy: running statistics change.
             stage_copy = in_training(copy.deepcopy(stage))
             # cuDNN chooses algorithms and loads kernels in the first run; those stay in memory.
-            first_run = partial(stage_copy, *_new_leaves(values))
+            first_run = partial(stage_copy, *fresh_leaves(values))
             *_, outputs = timed(first_run, device, precision)
             del first_run
             # Or the second run would add to these gradients.
             stage_copy.zero_grad(set_to_none=True)
             forward_bytes, backward_bytes = peaks_beside_kept(
-                forward=partial(stage_copy, *_new_leaves(values)),
+                forward=partial(stage_copy, *fresh_leaves(values)),
                 memory=memory,
                 precision=autocast(precision, device),
             )
@@ -119,9 +120,3 @@ def add_library_workspace(
             # Real outputs, since the next stage has to run on the device as well.
             values = received_inputs(outputs)
     return tuple(measured)
-
-
-def _new_leaves(values: Values) -> Values:
-    """Return inputs of a stage without gradients of an earlier run."""
-    has_gradients = any(value.requires_grad for value in values)
-    return received_inputs(values) if has_gradients else values

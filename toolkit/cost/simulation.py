@@ -7,10 +7,12 @@ from collections.abc import Sequence
 from functools import partial
 from math import inf
 
-from toolkit.cost.event_queue import EventQueue, Ports
+from toolkit.cost.event_queue import EventQueue
 from toolkit.cost.hardware import Hardware
+from toolkit.cost.machine_ports import MachinePorts
 from toolkit.cost.memory_changes import MemoryChanges
 from toolkit.cost.program_links import ProgramLinks
+from toolkit.cost.rank_starts import rank_starts
 from toolkit.cost.stage_costs import Costs, moved_bytes
 from toolkit.cost.timeline import (
     ACTIVATIONS,
@@ -21,7 +23,7 @@ from toolkit.cost.timeline import (
     Span,
     Timeline,
 )
-from toolkit.schedule import Action, Buffer, Instruction, Kind, Schedule
+from toolkit.schedule import Action, Buffer, Instruction, Kind
 from toolkit.schedule.instruction import (
     ACTIVATION,
     ACTIVATION_GRADIENT,
@@ -68,7 +70,7 @@ class Simulation:
         self.has_pairs = bool(links.pairs)
         self.op_seconds = [cost.op_seconds(hardware) for cost in costs]
         self.speeds = [hardware.speed(rank) for rank in range(n_ranks)]
-        self.machines = [hardware.machine(rank) for rank in range(n_ranks)]
+        self.ports = MachinePorts(hardware, n_ranks)
         self.working_bytes = [cost.working_bytes for cost in costs]
         self.message_bytes = moved_bytes(costs)
         self.message_seconds = {
@@ -84,7 +86,7 @@ class Simulation:
         # The first step of the schedule that runs.
         self.schedule_step = program.first_step
         # End of a rank's last op.
-        self.free_at = self._starts(schedule.at(program.first_step), 0)
+        self.free_at = self._starts(program.first_step, 0)
         # When outputs and their gradients are there.
         self.boundaries: dict[tuple, float] = {}
         # By rank: span of its backward.
@@ -124,36 +126,19 @@ class Simulation:
             schedule.name, n_ranks, self.spans, self.memory.changes, ends, steady_range
         )
 
-    def _starts(self, schedule: Schedule, tick: int) -> list[float]:
-        """Return the earliest start of each rank from ``tick`` on.
-
-        A rank that begins with stage 0 starts as in ``schedule``, so that workers keep their
-        stagger; any other rank starts when its inputs arrive.
-        """
-        starts = [0.0] * len(self.program.ranks)
-        first_ticks = self.program.first_forwards(tick)
-        # All workers start together, so that none has to wait for a clock.
-        if not any(first_ticks.values()):
-            return starts
-        busy_seconds = [0.0] * len(starts)  # of compute in a training step
-        for op in schedule.timing.starts:
-            rank = schedule.rank(op.stage, op.microbatch)
-            busy_seconds[rank] += self.op_seconds[op.stage][op.kind] / self.speeds[rank]
-        for rank, first_tick in first_ticks.items():
-            # The stagger is a share of the period. In seconds, a period is at least the busiest
-            # rank's compute.
-            starts[rank] = first_tick / schedule.timing.period * max(busy_seconds)
-        return starts
-
     def _drain(self, tick: int) -> float:
         """Return when every rank has finished, before the next schedule begins at ``tick``."""
         step = self.program.schedule.next_change(self.schedule_step)
         assert step is not None
         self.schedule_step = step
         end = max(span.end for span in self.spans)
-        starts = self._starts(self.program.schedule.at(step), tick)
-        self.free_at = [end + start for start in starts]
+        self.free_at = [end + start for start in self._starts(step, tick)]
         return end
+
+    def _starts(self, step: int, tick: int) -> list[float]:
+        """Return the earliest start of each rank by the schedule of ``step``, from ``tick`` on."""
+        schedule = self.program.schedule.at(step)
+        return rank_starts(self.program, schedule, tick, self.op_seconds, self.speeds)
 
     def _compute(
         self, number: int, rank: int, instruction: Instruction, ready: float
@@ -168,23 +153,7 @@ class Simulation:
         start = self.free_at[rank]
         if ready > start:
             start = ready
-        memory = self.memory
-        # The boundary is popped: it is used once, and memory stays bounded in long programs.
-        if action == FORWARD and stage > 0:
-            produced_at = self.boundaries.pop((ACTIVATION, stage - 1, microbatch, step))
-            key = (rank, stage, microbatch, step)
-            if not memory.has_input(key):  # produced on this rank
-                memory.receive_input(
-                    produced_at, key, self.costs[stage].extra_input_bytes
-                )
-        elif action in _FROM_OUTPUT and stage < len(self.costs) - 1:
-            arrived_at = self.boundaries.pop(
-                (ACTIVATION_GRADIENT, stage + 1, microbatch, step)
-            )
-            gradient_bytes = self.message_bytes[ACTIVATION_GRADIENT][stage + 1]
-            # The gradient waits in memory from its arrival until the backward takes it.
-            memory.work(rank, arrived_at, start, gradient_bytes)
-
+        self._take_boundary(rank, instruction, start)
         seconds = self.op_seconds[stage][action] / self.speeds[rank]
         span_end = end = start + seconds
         if self.has_pairs:
@@ -193,38 +162,50 @@ class Simulation:
         name = f"{stage}{LETTERS[action]}{microbatch}"
         slot = tick // self.slot
         # Made as a plain tuple: this is the innermost loop of the simulator.
-        span = (
-            rank,
-            COMPUTE,
-            start,
-            span_end,
-            name,
-            stage,
-            microbatch,
-            step,
-            0.0,
-            None,
-            slot,
-        )
-        self.spans.append(_new(Span, span))
+        content = (name, stage, microbatch, step, 0.0, None, slot)
+        self.spans.append(_new(Span, (rank, COMPUTE, start, span_end, *content)))
+        self._keep_results(rank, instruction, start, end)
+        self.events.end(number, end)
 
+    def _take_boundary(self, rank: int, instruction: Instruction, start: float) -> None:
+        """Take what an op that starts at ``start`` gets from the stage before or after."""
+        _, action, stage, microbatch, step, *_ = instruction
+        # The boundary is popped: it is used once, and memory stays bounded in long programs.
+        if action == FORWARD and stage > 0:
+            produced_at = self.boundaries.pop((ACTIVATION, stage - 1, microbatch, step))
+            key = (rank, stage, microbatch, step)
+            if not self.memory.has_input(key):  # produced on this rank
+                extra_bytes = self.costs[stage].extra_input_bytes
+                self.memory.receive_input(produced_at, key, extra_bytes)
+        elif action in _FROM_OUTPUT and stage < len(self.costs) - 1:
+            key = (ACTIVATION_GRADIENT, stage + 1, microbatch, step)
+            arrived_at = self.boundaries.pop(key)
+            gradient_bytes = self.message_bytes[ACTIVATION_GRADIENT][stage + 1]
+            # The gradient waits in memory from its arrival until the backward takes it.
+            self.memory.work(rank, arrived_at, start, gradient_bytes)
+
+    def _keep_results(
+        self, rank: int, instruction: Instruction, start: float, end: float
+    ) -> None:
+        """Keep what an op leaves, and count its workspace."""
+        _, action, stage, microbatch, step, *_ = instruction
+        memory = self.memory
         working_bytes = self.working_bytes[stage][action != FORWARD]
         if working_bytes:
             memory.work(rank, start, end, working_bytes)
         if action == FORWARD:
             self.boundaries[ACTIVATION, stage, microbatch, step] = end
             memory.hold_activations(start, rank, stage)
-        else:
-            if action in _FROM_OUTPUT:
-                self.boundaries[ACTIVATION_GRADIENT, stage, microbatch, step] = end
-                if self.costs[stage].recomputes:
-                    activation_bytes = self.costs[stage].activation_bytes
-                    memory.hold(start, rank, ACTIVATIONS, activation_bytes)
-                    memory.hold(end, rank, ACTIVATIONS, -activation_bytes)
-            # The first half of a split backward has no gradients of weights yet.
-            if action != BACKWARD_INPUT:
-                memory.add_to_sum(end, rank, stage, step)
-        self.events.end(number, end)
+            return
+        if action in _FROM_OUTPUT:
+            self.boundaries[ACTIVATION_GRADIENT, stage, microbatch, step] = end
+            if self.costs[stage].recomputes:
+                activation_bytes = self.costs[stage].activation_bytes
+                memory.hold(start, rank, ACTIVATIONS, activation_bytes)
+                memory.hold(end, rank, ACTIVATIONS, -activation_bytes)
+        # The first half of a split backward has no gradients of weights yet.
+        if action != BACKWARD_INPUT:
+            memory.add_to_sum(end, rank, stage, step)
 
     def _overlapped(
         self, number: int, rank: int, start: float, seconds: float
@@ -291,18 +272,13 @@ class Simulation:
         stage = instruction.stage
         buffer = instruction.buffer
         peer = instruction.peers[0]
-        machine = self.machines[rank]
-        peer_machine = self.machines[peer]
         n_bytes = self.message_bytes[buffer][stage]
-        seconds = self.message_seconds[machine == peer_machine][buffer][stage]
+        is_local = self.ports.is_local(rank, peer)
+        seconds = self.message_seconds[is_local][buffer][stage]
         if not seconds:  # needs no port
             self._send(number, rank, instruction, n_bytes, ready, ready)
             return
-        # Ports within machines and, further on, between them; those that send come first.
-        n_ranks = len(self.machines)
-        ports = (rank, n_ranks + peer)
-        if machine != peer_machine:
-            ports = (2 * n_ranks + machine, 3 * n_ranks + peer_machine)
+        ports = self.ports.of_message(rank, peer)
         send = partial(self._send, number, rank, instruction, n_bytes)
         self.events.occupy(number, ready, ports, seconds, send)
 
@@ -311,14 +287,9 @@ class Simulation:
     ) -> None:
         """Take the ports of a collective."""
         n_bytes = self.message_bytes[instruction.buffer][instruction.stage]
-        n_ranks = len(self.machines)
         peers = instruction.peers
         # A collective keeps both ports of all of its ranks until it ends.
-        ports: Ports = (*peers, *(n_ranks + peer for peer in peers))
-        machines = {self.machines[peer] for peer in peers}
-        if len(machines) > 1:
-            ports += tuple(2 * n_ranks + machine for machine in machines)
-            ports += tuple(3 * n_ranks + machine for machine in machines)
+        ports = self.ports.of_collective(peers)
         seconds = self.hardware.collective(instruction.action, n_bytes, peers)
         collective = partial(self._collective, number, instruction, n_bytes)
         self.events.occupy(number, ready, ports, seconds, collective)
@@ -334,15 +305,8 @@ class Simulation:
     ) -> None:
         """Deliver a message that is under way from ``start`` to ``end``."""
         tick, _, stage, microbatch, step, version, buffer, (peer,) = instruction
-        content = (
-            start,
-            end,
-            instruction.label,
-            stage,
-            microbatch,
-            instruction.of_step,
-            n_bytes,
-        )
+        label = instruction.label
+        content = (start, end, label, stage, microbatch, instruction.of_step, n_bytes)
         slot = tick // self.slot
         self.spans.append(_new(Span, (rank, SEND, *content, peer, slot)))
         self.spans.append(_new(Span, (peer, RECEIVE, *content, rank, slot)))
@@ -416,24 +380,18 @@ class Simulation:
         rank: int,
         lane: str,
         n_bytes: float = 0.0,
-        peer: int | None = None,
     ) -> None:
-        """Add a span of an update, a prediction or a message, with its bytes and its other end."""
-        label = instruction.label
-        step = instruction.of_step
-        slot = instruction.tick // self.slot
-        _, _, stage, microbatch, *_ = instruction
-        span = (
+        """Add a span of an update, a prediction or a collective, with the bytes that it moves."""
+        span = Span(
             rank,
             lane,
             start,
             end,
-            label,
-            stage,
-            microbatch,
-            step,
-            n_bytes,
-            peer,
-            slot,
+            name=instruction.label,
+            stage=instruction.stage,
+            microbatch=instruction.microbatch,
+            step=instruction.of_step,
+            bytes=n_bytes,
+            slot=instruction.tick // self.slot,
         )
-        self.spans.append(_new(Span, span))
+        self.spans.append(span)

@@ -1,31 +1,13 @@
 """Costs of each stage: arithmetic, seconds, activations, boundaries and parameters."""
 
-import copy
-import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
-from functools import partial
 from math import isfinite
-from statistics import median
-from typing import Any
-
-import torch
-from torch import Tensor, fx
-from torch.nn.modules.batchnorm import _BatchNorm
 
 from toolkit.cost.hardware import Hardware
 from toolkit.errors import UserError
-from toolkit.model import Stages
 from toolkit.model.checkpoints import check_checkpoint, recomputes
-from toolkit.model.generators import kept_generators
-from toolkit.model.kernel_work import Work, tensors_in
-from toolkit.model.node_costs import differentiable, node_costs
-from toolkit.model.partition import check_stages
-from toolkit.model.peak_memory import working_bytes
-from toolkit.model.precision import autocast, check_precision
-from toolkit.model.structure import tensors_of
-from toolkit.model.trace import refused
-from toolkit.model.traced_stage import evaluated, in_training
+from toolkit.model.kernel_work import Work
 from toolkit.schedule import Buffer
 
 
@@ -171,11 +153,9 @@ class StageCost:
             return self.forward_seconds, self.backward_seconds
         if not self.kernels and not self.backward_kernels:
             return self.flops / hardware.flops, self.backward_flops / hardware.flops
-        forward, backward = (
-            map(hardware.roofline, kernels)
-            for kernels in (self.kernels, self.backward_kernels)
-        )
-        return sum(forward), sum(backward)
+        forward_seconds = sum(map(hardware.roofline, self.kernels))
+        backward_seconds = sum(map(hardware.roofline, self.backward_kernels))
+        return forward_seconds, backward_seconds
 
     def weight_seconds(self, hardware: Hardware) -> float:
         """Return the seconds of the backward that make gradients of weights."""
@@ -186,12 +166,10 @@ class StageCost:
             return backward / 2
         whole_seconds = sum(map(hardware.roofline, self.backward_kernels))
         weight_seconds = sum(map(hardware.roofline, self.weight_kernels))
+        if not whole_seconds:
+            return 0.0
         # Of a backward that is one kernel both parts read the same data: each takes at most all.
-        return (
-            backward * min(1.0, weight_seconds / whole_seconds)
-            if whole_seconds
-            else 0.0
-        )
+        return backward * min(1.0, weight_seconds / whole_seconds)
 
     def op_seconds(self, hardware: Hardware) -> list[float]:
         """Return the seconds of a forward, a backward, and its parts for inputs and weights."""
@@ -204,7 +182,6 @@ class StageCost:
 
 
 Costs = Sequence[StageCost]
-Values = tuple[Tensor, ...]
 
 
 def moved_bytes(costs: Costs) -> dict[Buffer | None, list[float]]:
@@ -231,87 +208,6 @@ def unit_costs(n_stages: int, backward: float = 1.0) -> tuple[StageCost, ...]:
     return (stage,) * n_stages
 
 
-def synchronized_time(device: torch.device) -> float:
-    """Return ``time.perf_counter()`` in seconds after all work queued on ``device`` has ended."""
-    if device.type == "cuda":
-        # Kernels run asynchronously: wait before reading the clock.
-        torch.cuda.synchronize(device)
-    return time.perf_counter()
-
-
-def timed(
-    run: Callable[[], Any], device: torch.device, precision: str
-) -> tuple[float, float, Any]:
-    """Return the seconds of ``run`` and of the backward of what it returns, and what it returns."""
-    begin_time = synchronized_time(device)
-    with autocast(precision, device):
-        output = run()
-    forward_end = backward_end = synchronized_time(device)
-    # A stage may also send integers or tensors without a graph: nothing comes back for those.
-    differentiable_outputs = [tensor for tensor in tensors_in(output) if tensor.grad_fn]
-    if differentiable_outputs:
-        torch.autograd.backward(
-            differentiable_outputs,
-            [torch.ones_like(tensor) for tensor in differentiable_outputs],
-        )
-        backward_end = synchronized_time(device)
-    return forward_end - begin_time, backward_end - forward_end, output
-
-
-def profile(
-    stages: Stages,
-    example: Any,
-    repeats: int = 5,
-    precision: str = "fp32",
-) -> tuple[StageCost, ...]:
-    """Return the costs of ``stages`` on a micro-batch like ``example``.
-
-    Workspaces that libraries allocate inside an operation (cuDNN's convolutions, oneDNN's LSTM) are
-    not counted: see :func:`toolkit.cost.library_workspace.add_library_workspace`. Generators keep
-    their state.
-
-    Args:
-        stages: a partitioned model.
-        example: a micro-batch, as for :func:`toolkit.model.partition`. On a real device seconds are
-            measured; on the meta device nothing is computed or allocated, and the roofline gives
-            the seconds.
-        repeats: timed runs per stage; the median counts.
-        precision: ``fp32`` or ``tf32``, or by autocast ``bf16`` or ``fp16``; autocast's copies of
-            weights count as activations.
-
-    Raises:
-        UserError: ``stages`` is not a Stages, cannot train on the example, or unknown precision.
-    """
-    check_stages(stages)
-    check_precision(precision)
-    inputs = tensors_of(example)
-    costs: list[StageCost] = []
-    values, device, extra_bytes = inputs, inputs[0].device, 0
-    # Work and bytes follow from shapes alone. Only seconds need values on the device.
-    shapes = tuple(torch.empty_like(tensor, device="meta") for tensor in inputs)
-    with refused(stages.model, inputs), kept_generators(inputs):
-        for stage in stages:
-            cost, outputs, extra_bytes_of_next = _analyse(
-                stage, shapes, device, precision
-            )
-            cost, extra_bytes = (
-                replace(cost, extra_input_bytes=extra_bytes),
-                extra_bytes_of_next,
-            )
-            if device.type != "meta":
-                timing = _measure(stage, values, repeats, precision)
-                forward, backward, share, values = timing
-                cost = replace(
-                    cost,
-                    forward_seconds=forward,
-                    backward_seconds=backward,
-                    weight_share=share,
-                )
-            costs.append(cost)
-            shapes = received_inputs(outputs)
-    return tuple(costs)
-
-
 def recomputing(costs: Costs, checkpoint: str | Sequence[int]) -> tuple[StageCost, ...]:
     """Return ``costs`` with some stages recomputing their forward.
 
@@ -325,111 +221,17 @@ def recomputing(costs: Costs, checkpoint: str | Sequence[int]) -> tuple[StageCos
         UserError: ``checkpoint`` is something else.
     """
     check_checkpoint(checkpoint, len(costs))
-    recomputing_stages = {
-        stage for stage in range(len(costs)) if recomputes(checkpoint, stage)
-    }
-    return tuple(
-        replace(
-            cost,
-            recomputes=stage in recomputing_stages,
-            extra_input_bytes=cost.input_bytes
-            if stage - 1 in recomputing_stages
-            else cost.extra_input_bytes,
+    new_costs = []
+    previous_recomputes = False
+    for stage, cost in enumerate(costs):
+        stage_recomputes = recomputes(checkpoint, stage)
+        extra_input_bytes = cost.extra_input_bytes
+        if previous_recomputes:
+            extra_input_bytes = cost.input_bytes
+        new_costs.append(
+            replace(
+                cost, recomputes=stage_recomputes, extra_input_bytes=extra_input_bytes
+            )
         )
-        for stage, cost in enumerate(costs)
-    )
-
-
-def _analyse(
-    stage: fx.GraphModule, inputs: Values, device: torch.device, precision: str
-) -> tuple[StageCost, Values, int]:
-    """Return a stage's cost without seconds, its outputs, and the bytes it sends unkept."""
-    nodes = node_costs(stage, inputs, device, precision)
-    output_nodes = next(iter(reversed(stage.graph.nodes))).args[0]
-    outputs = tuple(nodes[node.name].output for node in output_nodes)
-    forward_working_bytes, backward_working_bytes = working_bytes(
-        stage, inputs, device, precision
-    )
-    unkept_outputs = [
-        nodes[node.name].output for node in output_nodes if not nodes[node.name].kept
-    ]
-    working_nodes = [
-        node for node in nodes.values() if node.forward.bytes or node.backward.bytes
-    ]
-    trained_modules = [
-        module for name, module in stage.named_modules() if name not in evaluated(stage)
-    ]
-    running_means = [
-        norm.running_mean for norm in trained_modules if isinstance(norm, _BatchNorm)
-    ]
-    trained_parameters = [each for each in stage.parameters() if each.requires_grad]
-    cost = StageCost(
-        flops=sum(node.forward.flops for node in working_nodes),
-        backward_flops=sum(node.backward.flops for node in working_nodes),
-        activation_bytes=sum(node.activations for node in nodes.values()),
-        input_bytes=sum(tensor.nbytes for tensor in inputs),
-        integer_input_bytes=sum(
-            tensor.nbytes for tensor in inputs if not differentiable(tensor)
-        ),
-        output_bytes=sum(tensor.nbytes for tensor in outputs),
-        parameter_bytes=sum(parameter.nbytes for parameter in trained_parameters),
-        statistics_bytes=sum(
-            2 * mean.nbytes for mean in running_means if mean is not None
-        ),
-        kernels=tuple(node.forward for node in working_nodes),
-        backward_kernels=tuple(node.backward for node in working_nodes),
-        weight_kernels=tuple(node.weight_backward for node in working_nodes),
-        forward_working_bytes=forward_working_bytes,
-        backward_working_bytes=backward_working_bytes,
-        matrices=tuple(_as_matrix(parameter) for parameter in trained_parameters),
-    )
-    return cost, outputs, sum(tensor.nbytes for tensor in unkept_outputs)
-
-
-def _as_matrix(parameter: Tensor) -> tuple[int, int]:
-    """Return the rows and columns of a parameter, whose first dimension counts the rows."""
-    n_rows = parameter.shape[0] if parameter.ndim else 1
-    return n_rows, parameter.numel() // max(1, n_rows)
-
-
-def _measure(
-    stage: fx.GraphModule, inputs: Values, repeats: int, precision: str
-) -> tuple[float, float, float | None, Values]:
-    """Return median seconds of a forward and a backward, the weights' share, and the outputs.
-
-    The share compares with a backward in which no weight needs a gradient. It is None if no input
-    could have one either, as of token numbers.
-    """
-    stage_copy = in_training(copy.deepcopy(stage))  # a copy: running statistics change
-    device = inputs[0].device
-    seconds = []
-    for _ in range(1 + repeats):
-        run_inputs = (
-            received_inputs(inputs)
-            if any(value.requires_grad for value in inputs)
-            else inputs
-        )
-        # Inputs of each run are leaves of their own, or a backward would reach into the run before.
-        *run_seconds, outputs = timed(
-            partial(stage_copy, *run_inputs), device, precision
-        )
-        seconds.append(run_seconds)
-    forwards, backwards = zip(*seconds[1:], strict=True)  # the first run warms up
-    forward, backward = median(forwards), median(backwards)
-    share = None
-    if any(differentiable(value) for value in inputs) and backward:
-        stage_copy.requires_grad_(False)
-        input_backwards = []
-        for _ in range(1 + repeats):
-            run = partial(stage_copy, *received_inputs(inputs))
-            input_backwards.append(timed(run, device, precision)[1])
-        # What is saved without gradients of weights is their share. Noise may make it negative.
-        share = max(0.0, 1 - median(input_backwards[1:]) / backward)
-    return forward, backward, share, received_inputs(outputs)
-
-
-def received_inputs(values: Values) -> Values:
-    """Return the tensors that a stage receives from one that computes ``values``."""
-    return tuple(
-        value.detach().requires_grad_(differentiable(value)) for value in values
-    )
+        previous_recomputes = stage_recomputes
+    return tuple(new_costs)

@@ -11,7 +11,8 @@ from math import inf
 from typing import Any
 
 from toolkit.cost.hardware import Hardware
-from toolkit.cost.stage_costs import StageCost, profile
+from toolkit.cost.profiling import profile
+from toolkit.cost.stage_costs import StageCost
 from toolkit.errors import UserError, whole
 from toolkit.model import Stages
 from toolkit.model.kernel_work import Work

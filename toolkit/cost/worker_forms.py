@@ -13,7 +13,8 @@ from typing import TYPE_CHECKING, Any
 from torch import nn
 
 from toolkit.cost.hardware import Hardware
-from toolkit.cost.stage_costs import Costs, profile, recomputing
+from toolkit.cost.profiling import profile
+from toolkit.cost.stage_costs import Costs, recomputing
 from toolkit.cost.steady_steps import simulate_steady_steps
 from toolkit.cost.timeline import Timeline
 from toolkit.errors import UserError
