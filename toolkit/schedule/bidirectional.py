@@ -30,6 +30,7 @@ def chimera(n_stages: int, n_microbatches: int) -> Orders:
     starts: dict[Op, int] = {}
     for microbatch in range(n_microbatches):
         # Half of a round goes each way, a micro-batch every other slot; rounds are 2S slots apart.
+        # Micro-batches 2k and 2k + 1 enter together at opposite ends, and meet in the middle.
         round_index, turn = divmod(microbatch // 2, half)
         begin = 2 * (round_index * n_stages + turn)
         for stage in range(n_stages):
@@ -64,6 +65,9 @@ def dualpipe(n_stages: int, n_microbatches: int) -> list[list[Item]]:
     for rank in range(n_stages):
         # Even micro-batches enter at the first rank, odd ones at the last.
         distance = min(rank, n_stages - 1 - rank)
+        # Ranks r and S-1-r have the same two stages. What is near the entrance of one direction is
+        # far from that of the other: the two ranks run the same order with the directions
+        # exchanged.
         near_parity = int(rank >= half)
         near_microbatches = range(near_parity, n_microbatches, 2)
         far_microbatches = range(1 - near_parity, n_microbatches, 2)

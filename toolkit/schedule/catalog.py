@@ -96,6 +96,7 @@ def data_parallel(
     rule = delay_label(delay, s, k * n)
     if rule == " delay 0":
         rule = ""
+    # Without late weights nothing is corrected, so that the name does not say it.
     name = schedule_name("DP" + rule, state, correction if rule else "none", k)
     op_timing = timing.simultaneous(s, n, k)
     return Schedule(
@@ -144,6 +145,8 @@ def cyclic(  # noqa: PLR0913 - options, by keyword
     s, n, k = whole_sizes(n_stages, n, accumulate)
     check_groups(groups, n)
     rule = delay_label(delay, s, k * n)
+    # The paper's names: v1 reads every weight one step late, v2 the freshest that the timing
+    # allows.
     rule = {"": "-v2", " delay 1": "-v1"}.get(rule, rule)
     if chains == ROTATED:
         rule += " rotated"
@@ -230,9 +233,11 @@ _MEGATRON = "arXiv 2104.04473"
 _ZERO_BUBBLE = "arXiv 2401.10241"
 _V_SHAPES = "arXiv 2405.15362"
 _DUALPIPE = "arXiv 2412.19437"
+# A default: tables and plans set it to the ranks that there are, see method_sizes.
 _RANKS = {"n_ranks": 2}
 _SHARDED = {"state": "sharded"}
 
+# Name, label in tables, function, kind, source, options that the method fixes, stages of a rank.
 register(
     Method("dp", "DP", data_parallel, "data_parallel"),
     Method("cdp_v1", "CDP-v1", cyclic, "cyclic", _CDP, {"delay": 1}),

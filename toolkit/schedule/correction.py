@@ -7,6 +7,8 @@ from dataclasses import dataclass
 
 from toolkit.errors import UserError, check_choice
 
+# Where none is given. Predictions go the whole way; 0.04 is lambda_0 of the paper on DC-ASGD. Only
+# what corrects nothing has 0.
 _STRENGTHS = {
     "none": 0.0,
     "extrapolate": 1.0,
@@ -62,6 +64,8 @@ class Correction:
             raise UserError(
                 f"the strength of a correction is a number above 0: got {c!r}"
             )
+        # Strength 0 would be no correction under the name of one; it would still hold and send its
+        # weights.
         if (c > 0) != (usual > 0):
             raise UserError(
                 f"correction={self.kind} with strength={c}: a strength is above 0, and"

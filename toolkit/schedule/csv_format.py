@@ -44,7 +44,7 @@ class CsvOrders:
     Attributes:
         orders: ``[rank]``, its ops and pairs in order.
         slots: the slot of each op in the file.
-        period: slots between the starts of training steps; None if the file has none.
+        period: slots between the starts of training steps; None if absent.
         messages: by rank and text of a cell with communication, where the cell is.
     """
 
@@ -65,6 +65,8 @@ class CsvOrders:
                 is_expected = (rank, text) in inferred
                 boundary_messages.add((rank, text))
             else:  # of weights and gradients: the state says when they travel
+                # The letters of UNSHARD, RESHARD and REDUCE_GRAD: what remains is the number of the
+                # stage.
                 is_expected = (rank, text.rstrip("ACDEGHINRSU_")) in stages_of_ranks
             if not is_expected:
                 raise UserError(
@@ -141,6 +143,8 @@ def _content(source: str | Path) -> str:
     """Return the text of a file; a string that looks like text and names no file is the text."""
     if not isinstance(source, str | Path) or not str(source).strip():
         raise UserError(f"rank orders are a file's path, or its text: got {source!r}")
+    # A path seldom has a comma, and a text of several cells always has one or a line break. A file
+    # of that very name counts as a path.
     text = str(source).removeprefix("\ufeff")  # a mark with which spreadsheets begin
     is_path = isinstance(source, Path) or text.endswith(".csv") or os.path.isfile(text)
     if not is_path and ("," in text or "\n" in text):

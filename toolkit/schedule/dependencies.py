@@ -38,6 +38,7 @@ def dependencies(op: Op, ops: Container[Op], n_stages: int) -> Iterator[Op]:
     else:
         yield Op(Kind.FORWARD, stage, microbatch)
         if stage < n_stages - 1:
+            # Each op may be split or whole: DualPipe splits some backwards of a stage only.
             split = Op(Kind.BACKWARD_INPUT, stage + 1, microbatch)
             yield split if split in ops else Op(Kind.BACKWARD, stage + 1, microbatch)
 
@@ -83,6 +84,7 @@ class _Needs:
         self.contributions: defaultdict[tuple, list[int]] = defaultdict(list)
         self.sent_sum: dict[tuple, int] = {}
         self.microbatch_ops: defaultdict[tuple, list[int]] = defaultdict(list)
+        # Indexed by action, in the order of Action.
         self.of_action: list[Callable[[int, Instruction], list[int]]] = [
             *[self.op] * len(Kind),
             self.update,

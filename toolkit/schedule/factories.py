@@ -18,10 +18,13 @@ def carries_spec(factory: Callable[_P, Schedule]) -> Callable[_P, Schedule]:
     """Let the schedules that a function builds carry the plain values of its call."""
     parameters = signature(factory)
 
+    # `wraps` keeps the signature, by which specs and sizes find out what a method takes.
     @wraps(factory)
     def build(*args: _P.args, **kwargs: _P.kwargs) -> Schedule:
         schedule = factory(*args, **kwargs)
         arguments = parameters.bind(*args, **kwargs).arguments
+        # Its name is in the registry by now: the catalogue registers all functions before any is
+        # called.
         spec = ScheduleSpec.from_call(factory.__name__, arguments)
         # The schedule has its sizes as Python's own numbers.
         spec = replace(spec, stages=schedule.n_stages, microbatches=schedule.n_workers)

@@ -89,7 +89,9 @@ def _cells(
     timing: Timing, layout: Placement, n_steps: int, mark: tuple[Op, int] | None
 ) -> _Cells:
     """Return the texts of all ops."""
+    # Two at least: one step's last column may stand right before the next step's first.
     n_primes = max(2, timing.steps_under_way)  # distinct marks of steps that overlap
+    # A pair reads as in rank orders. Two other ops of one cell are what an error is about.
     separator = ";" if timing.pairs else "/"
     cells = _Cells()
     for step in range(n_steps):

@@ -8,6 +8,8 @@ from functools import cached_property
 from typing import NamedTuple
 
 
+# Kinds and actions are integers: they sort ops, index tables of handlers, and hash as fast as ints,
+# which counts in a program of a million instructions.
 class Kind(IntEnum):
     """What an op computes: a forward, a whole backward, or half of one.
 
@@ -45,6 +47,8 @@ class Op(NamedTuple):
         return f"{self.stage}{LETTERS[self.kind]}{self.microbatch}"
 
 
+# The order is used: ops first, then what one rank does by itself, then what ranks do together, from
+# SEND to BROADCAST. Tables by action rely on it (verify, dependencies, replay).
 class Action(IntEnum):
     """What an instruction does. The first four are the kinds of op, with the same values.
 
@@ -73,6 +77,7 @@ class Action(IntEnum):
     BROADCAST = 10
     FREE = 11
 
+    # Cached on the twelve members: a plain property would decide anew for each instruction.
     @cached_property
     def computes(self) -> bool:
         """Whether it is an op: a forward, a backward or half of one."""
@@ -180,6 +185,8 @@ class Instruction(NamedTuple):
     def meeting(self, rank: int) -> tuple:
         """Key of a message or collective: the k-th of a key on one rank meets others' k-th."""
         if self.action not in _MESSAGES:
+            # All but the tick, which does not decide who meets whom: an order may be proven without
+            # its ticks.
             return self[1:]
         # Sender and receiver, in this order at both ends, so that their keys are equal.
         ends = (rank, *self.peers) if self.action == SEND else (*self.peers, rank)
@@ -207,6 +214,7 @@ class Instruction(NamedTuple):
     @property
     def op(self) -> Op:
         """The op of an instruction that computes."""
+        # An op always has a micro-batch; the 0 is for the type checker.
         return Op(Kind(self.action), self.stage, self.microbatch or 0)
 
     @property

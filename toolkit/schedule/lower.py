@@ -109,6 +109,8 @@ class _Lowering:
 
     def program(self) -> Program:
         """Infer everything, and put each rank's instructions in order."""
+        # The order of these steps matters. Predictions read weights as ops do, and a version's way
+        # depends on all reads of it: so weights are handed on last.
         self._compute()
         self._predict()
         for stage in range(self.schedule.n_stages):

@@ -89,6 +89,7 @@ class PhasedSchedule(Schedule):
         ticks = self.timing.ticks_per_slot
         for phase in self.phases:
             ticks = lcm(ticks, phase.schedule.timing.ticks_per_slot)
+        # All ticks grow alike, so what has been derived from the timing above stays as it is.
         self._set(timing=_finer(self.timing, ticks))
 
     def in_steps(self, steps_per_epoch: int) -> "PhasedSchedule":
@@ -120,6 +121,8 @@ class PhasedSchedule(Schedule):
             first_step += phase.steps
             first_versions = []
             for stage in range(self.n_stages):
+                # Older versions no longer exist when the schedule begins; whoever would read one
+                # reads the oldest that there is.
                 first_versions.append(previous.oldest_version(stage, first_step))
             previous = replace(
                 schedule,
@@ -178,6 +181,11 @@ class PhasedSchedule(Schedule):
         return programs[0] if len(programs) == 1 else self._joined(programs)
 
     def _joined(self, programs: Sequence[Program]) -> Program:
+        # Programs one after another, and between them what their weights need at the change:
+        #
+        #     program 0 | send, receive and free weights | program 1, its ticks from `end` on
+        #             end
+        #
         ranks = [[*instructions] for instructions in programs[0].ranks]
         end = _end(programs[0])
         changes = []
@@ -276,6 +284,7 @@ def _finer(timing: Timing, ticks_per_slot: int) -> Timing:
 
 def _end(program: Program) -> int:
     """Return the tick after which every rank has finished, at the start of a slot."""
+    # n_slots counts until the last instruction's tick; an op that begins there takes one slot more.
     return (program.n_slots + 1) * program.schedule.timing.ticks_per_slot
 
 
@@ -308,6 +317,7 @@ def _hand_over(
                 i.buffer == Buffer.WEIGHTS and i.leaves(rank)
             ):
                 obtained.add(key)
+                # Held again: an earlier free says nothing of the end.
                 freed_at.pop(key, None)
 
     # 2. A rank that had a version which it needs does not free it; the owner, which made it, sends

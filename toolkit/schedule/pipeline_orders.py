@@ -54,6 +54,7 @@ def eager_1f1b(n_stages: int, n_microbatches: int) -> Orders:
     for rank in range(n_stages):
         forwards = _ops(Kind.FORWARD, rank, n_microbatches)
         backwards = _ops(Kind.BACKWARD, rank, n_microbatches)
+        # 1F1B's warm-up is half of it: a forward for each rank after this one.
         warmup = 2 * (n_stages - 1 - rank)
         orders.append(_one_forward_one_backward(forwards, backwards, warmup))
     return orders
@@ -124,6 +125,7 @@ def interleaved_1f1b(n_stages: int, n_microbatches: int, n_ranks: int) -> Orders
         backwards = []
         for lap, microbatch in turns:
             forwards.append(Op(Kind.FORWARD, lap * n_ranks + rank, microbatch))
+            # A backward comes down from the last stage, so a rank meets its stages in reverse.
             last_lap_first = per_rank - 1 - lap
             backwards.append(
                 Op(Kind.BACKWARD, last_lap_first * n_ranks + rank, microbatch)
@@ -211,6 +213,11 @@ def _one_forward_one_backward(
     forwards: list[Op], backwards: list[Op], warmup: int
 ) -> list[Op]:
     """Return ``warmup`` forwards, then a forward and a backward in turn, then backwards."""
+    # Two forwards of warm-up, four micro-batches:
+    #
+    #     F0 F1 | F2 B0 F3 B1 | B2 B3
+    #
+    # A warm-up of all forwards is GPipe's order.
     warmup = min(warmup, len(forwards))
     n_alternating = len(forwards) - warmup
     order = forwards[:warmup]
@@ -262,6 +269,8 @@ def _earliest_ends(
     remaining = [deque(order) for order in orders]
     # ranks, by the op that they wait for.
     waiting: dict[Op, list[int]] = defaultdict(list)
+    # Ranks may go in any order: an op's time depends on its rank's ops before it and on its inputs
+    # only.
     ready = [*range(len(orders))]
     while ready:
         rank = ready.pop()
@@ -304,6 +313,7 @@ def _needs(orders: Orders, pairs: Mapping[Op, Op]) -> dict[Op, list[Op]]:
     n_stages = max(op.stage for op in ops) + 1
     needs = {op: [*dependencies(op, ops, n_stages)] for op in ops}
     for forward, backward in pairs.items():
+        # Both start in one slot, so the forward may not begin before the backward can.
         needs[forward] += needs[backward]
     return needs
 

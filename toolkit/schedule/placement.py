@@ -21,6 +21,8 @@ from toolkit.schedule.instruction import Kind, Op
 from toolkit.schedule.timing import Timing
 
 PLACEMENTS = ("one", "per_microbatch", "per_stage", "per_stage_and_microbatch")
+# A step has at most as many forwards (validate.MOST): further ranks could only be idle. The limit
+# catches typos such as rank 10**9, which would ask for a list each.
 MOST_RANKS = 2**17
 """Most ranks of a placement."""
 
@@ -63,6 +65,8 @@ class Placement:
     def turns(self, stage: int) -> int:
         """Steps after which a micro-batch meets the same rank again."""
         length = len(self.cycles[stage])
+        # A step moves each micro-batch on by n_microbatches places of the cycle, so that after t
+        # steps it is back where t n_microbatches is a multiple of the length.
         return length // gcd(self.n_microbatches, length)
 
     def rank(self, stage: int, microbatch: int, step: int = 0) -> int:
@@ -144,6 +148,8 @@ def _place(
         elif name == "per_stage":
             cycles.append(range(stage, stage + 1))
         else:
+            # Ranks are numbered stage by stage, as many for each as it has micro-batches in flight.
+            # These take them in turn, and validate.check_ranks proves that they never meet on one.
             first_rank = cycles[-1].stop if cycles else 0
             n_replicas = _most_in_flight(timing, stage, n_microbatches)
             cycles.append(range(first_rank, first_rank + n_replicas))
@@ -167,6 +173,9 @@ def _most_in_flight(timing: Timing, stage: int, n_microbatches: int) -> int:
         start = timing.starts[Op(Kind.FORWARD, stage, microbatch)]
         end = timing.gradient_end(stage, microbatch)
         # Steps before this period whose micro-batch has entered but not left.
+        # Step k has entered by tick -1 if start + k period <= -1, so k <= (-1 - start) // period;
+        # and it has left likewise. What leaves at tick 0 still counts, and is the first change
+        # below.
         in_flight += (-1 - start) // period - (-1 - end) // period
         changes.append((start % period, 1))
         changes.append((end % period, -1))

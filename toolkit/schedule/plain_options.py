@@ -32,6 +32,7 @@ OPTIONS = (
 OF_FILES = {"file": None, "period": None, "unfold": False}
 """Options of files of rank orders, with the values that leave them out."""
 
+# Values with which conf/schedule composes a method. With a file they mean "not asked for".
 _OF_METHODS = {
     "placement": "per_microbatch",
     "chains": "in_order",
@@ -54,6 +55,7 @@ def options_of(method: str) -> dict[str, Any]:
     defaults: dict[str, Any] = {}
     for name, parameter in inspect.signature(factory_of(method)).parameters.items():
         if name in OPTIONS:
+            # Such as the ranks of an interleaved pipeline.
             is_required = parameter.default is parameter.empty
             defaults[name] = None if is_required else parameter.default
     if method in METHODS:
@@ -93,6 +95,7 @@ def check_arguments(factory: str, method: str, arguments: Mapping[str, Any]) -> 
             raise UserError(
                 f"{factory} has no {name}: got {arguments[name]!r}; it takes {takes}"
             )
+    # The method fixes some arguments, which the call may leave out.
     known_values = {**arguments, **METHODS[method].options}
     for name, parameter in parameters.items():
         if parameter.default is parameter.empty and name not in known_values:
@@ -150,6 +153,8 @@ def factory_of(method: str) -> Callable[..., Schedule]:
 
 def method_of_call(factory: str, arguments: Mapping[str, Any]) -> str:
     """Return the method whose fixed options a call of ``factory`` has; the most of them."""
+    # A call cyclic(n, delay=1, state="sharded") fits cdp_v1, cdp_v2 and zero_cdp_v1, among others.
+    # The last, with the most options, says the most of it.
     of_factory = [m for m in METHODS.values() if m.factory is FACTORIES[factory]]
     matching = []
     for method in of_factory:

@@ -88,6 +88,7 @@ class Program:
 
     def total_activations(self) -> tuple[int, ...]:
         """Return the most activations of all ranks at one moment of each slot, ``[slot]``."""
+        # Ranks have their peaks at different times: peaks do not add, changes do, tick by tick.
         change_at_tick: Counter[int] = Counter()
         for instructions in self.ranks:
             previous = 0
@@ -201,6 +202,8 @@ def _weights_gained(i: Instruction, rank: int) -> int:
     """Return by how many stages' weights ``rank`` holds more, or less, after an instruction."""
     if i.action == Action.FREE:  # of a version or a prediction
         return -int(i.buffer != Buffer.ACTIVATION)
+    # Who receives a version holds one more; who sends it keeps it until its own free.
     if i.buffer == Buffer.WEIGHTS:
         return int(i.leaves(rank))
+    # An update adds a version. It keeps the one before, which other micro-batches may still read.
     return int(i.action in (Action.UPDATE, Action.PREDICT))

@@ -48,6 +48,8 @@ class RankMemory:
 
     def add_to_sum(self, key: _SumKey, microbatches: int) -> None:
         """Add the gradients of micro-batches that are not in the sum yet."""
+        # Bit m is micro-batch m: sums merge by `|`, and a common bit is a gradient that counts
+        # twice.
         summed = self.sums.get(key, 0)
         if summed & microbatches:
             raise RefusedError("a micro-batch's gradient is counted twice")

@@ -17,6 +17,7 @@ from toolkit.schedule.pipeline_orders import Item
 from toolkit.schedule.timing import check_pair
 from toolkit.schedule.validate import check_complete
 
+# Nine digits are more than any model has stages. Python refuses to convert texts of thousands.
 _OP = re.compile(rf"(\d{{1,9}})([{LETTERS}])(\d{{1,9}})")
 _LARGEST = 10**9 - 1  # stage or micro-batch that a text has room for
 _PAIR = re.compile(r"\(([^()]*)\)OVERLAP_F_B")
@@ -44,6 +45,7 @@ def parse_orders(orders: Sequence[str | Sequence[Item | str]]) -> RankOrders:
         UserError: an op is missing, unknown, repeated or apart from its forward; or a rank has
             nothing to do.
     """
+    # An op is a tuple, too: its three fields would pass as the orders of three ranks.
     if isinstance(orders, str | bytes | bytearray | Op) or not isinstance(
         orders, Sequence
     ):
@@ -129,6 +131,7 @@ def _has_kind(word: object) -> bool:
     """Whether ``word`` is an op of one of the kinds, so that it has a text."""
     if not isinstance(word, Op) or not isinstance(word.kind, Integral):
         return False
+    # True is an integer to Python, and would be read as kind 1, a backward.
     return not isinstance(word.kind, bool) and 0 <= word.kind < len(Kind)
 
 

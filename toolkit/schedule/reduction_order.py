@@ -55,6 +55,8 @@ def ring_of(timing: Timing, layout: Placement, stage: int) -> Ring:
     """
     ends = share_ends(timing, layout, stage)
     order = sorted(ends, key=lambda rank: (ends[rank], rank))
+    # Without groups of workers each group is one rank. Ranks that finish at one tick have no order
+    # in time; their own is that of their numbers, turned by one rank a lap.
     groups = [tuple(ranks) for _, ranks in groupby(order, key=ends.__getitem__)]
     laps, first_group = divmod(stage, len(groups))
     return tuple(_rotated(group, laps) for group in _rotated(groups, first_group))
@@ -83,6 +85,7 @@ def owners_of(
         )
     if rings:
         return tuple(ring[-1][-1] for ring in rings)
+    # The chain ends at the rank that finishes last: it has the whole sum without a further message.
     owners = []
     for stage in range(n_stages):
         gradient_end = partial(timing.gradient_end, stage)

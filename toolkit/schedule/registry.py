@@ -37,5 +37,6 @@ def register(*methods: Method) -> Mapping[str, Method]:
     """Add methods and their functions to the registry; return all methods."""
     for method in methods:
         METHODS[method.name] = method
+        # Methods share functions (CDP-v1 and CDP-v2 are both `cyclic`), so this has fewer entries.
         FACTORIES[method.factory.__name__] = method.factory
     return METHODS

@@ -84,6 +84,7 @@ def replay(ranks: Sequence[Sequence[Instruction]]) -> Iterator[tuple[int, Instru
             index += 1
             if index == len(order):
                 break
+            # Most often the rank's next instruction is the earliest of all: it then skips the heap.
             if ready:
                 next_place = _place(order[index], rank, n_ranks)
                 if ready[0] < next_place:
@@ -96,11 +97,14 @@ def replay(ranks: Sequence[Sequence[Instruction]]) -> Iterator[tuple[int, Instru
 
 def _place(instruction: Instruction, rank: int, n_ranks: int) -> int:
     """Return the place of ``rank`` among the ready as one number: by tick, turn and rank."""
+    # One number, which a heap compares faster than a tuple. There are three turns.
     return (instruction.tick * 3 + _TURNS[instruction.action]) * n_ranks + rank
 
 
 def _meet(waiting: Instruction, instruction: Instruction, rank: int) -> bool:
     """Whether ``waiting`` is the other end of a message of ``rank``."""
+    # A peer that waits for something else is not: then both ranks wait. Blocking channels do the
+    # same, so a deadlock of channels is one of the replay.
     return (
         waiting.action in _MESSAGES
         and waiting.action != instruction.action
@@ -145,6 +149,7 @@ class _Progress:
         self.waiting[rank] = collective
         if rank not in collective.peers:  # it would never be complete
             return None
+        # By all fields but the tick: ranks meet in a collective even if one has it at a wrong tick.
         arrived = self.collectives.setdefault(collective[1:], {})
         arrived[rank] = collective
         if len(arrived) < len(collective.peers):

@@ -93,6 +93,8 @@ class Schedule:
     )
 
     def __post_init__(self) -> None:
+        # Each check relies on those before it: a timing must be complete to ask for what its ops
+        # need, and its ranks must be known to draw the grid of an error.
         check_choice("state", self.state, STATES)
         check_choice("chains", self.chains, CHAINS)
         n_stages = whole(self.n_stages, "the number of stages", 1)
@@ -259,6 +261,7 @@ class Schedule:
     def first_holders(self, stage: int, step: int = 0) -> tuple[int, ...]:
         """Return the ranks that hold the weights of ``stage`` as a program begins with ``step``."""
         if self.state != "replicated":
+            # Other ranks get the weights when they need them, and keep them for one op only.
             return (self.owners[stage],)
         return tuple(self.layout.ranks(stage))
 

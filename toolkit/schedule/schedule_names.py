@@ -43,6 +43,7 @@ def delay_label(delay: Delay, n_stages: int, n_microbatches: int) -> str:
     if smallest == largest:
         return f" delay {largest}"
     label = f" delay {smallest}-{largest}"
+    # Every micro-batch of a stage has the same delay.
     if all(len(set(row)) == 1 for row in rows):
         label += " by stage"
     return label

@@ -79,6 +79,7 @@ class ScheduleSpec:
     file: str | None = None
     period: int | None = None
     unfold: bool = False
+    # In quotes, since phases have specs and specs have phases.
     phases: "tuple[PhaseSpec, ...]" = ()
 
     def __post_init__(self) -> None:
@@ -239,6 +240,7 @@ class ScheduleSpec:
             schedule = Schedule.from_csv(path, name=path.stem, **arguments)
         else:
             schedule = factory_of(self.method)(**arguments)
+        # The spec is of the last schedule alone: `after` adds those that the phases carry.
         schedule = schedule.with_spec(replace(self, phases=()))
         if self.phases:
             return after([phase.build() for phase in self.phases], schedule)
@@ -286,6 +288,7 @@ class ScheduleSpec:
             changed = {name: value for name, value in orders_options.items() if value}
             return changed | self.given
         values: dict[str, Any] = {
+            # Functions of workers call their number n; those of pipelines ask for micro-batches.
             "n": self.microbatches,
             "n_microbatches": self.microbatches,
             "n_stages": self.stages,
@@ -316,7 +319,7 @@ class PhaseSpec:
 
     @classmethod
     def of(cls, phase: Phase) -> "PhaseSpec":
-        """Return the spec of a phase; UserError if its schedule has none."""
+        """Return the spec of a phase; UserError if its schedule carries no spec."""
         return cls(ScheduleSpec.of(phase.schedule), phase.steps, phase.epochs)
 
     def build(self) -> Phase:

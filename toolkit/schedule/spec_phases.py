@@ -31,4 +31,5 @@ def in_order(lengths: Iterable[tuple[Schedule, int]]) -> ScheduleSpec:
     *phases, last = [
         PhaseSpec(ScheduleSpec.of(schedule), steps) for schedule, steps in lengths
     ]
+    # The last one trains to the end: its length is left out.
     return replace(last.spec, phases=tuple(phases))

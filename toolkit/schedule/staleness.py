@@ -118,7 +118,10 @@ class RandomDelay:
         if self.mean is not None:
             ratios = [Fraction(self.mean) / k for k in steps]
         else:
+            # Uniform is geometric with p = 0: a further step is as likely as the one before.
             ratios = [1 - Fraction(self.p or 0)] * len(steps)
+        # The product of all denominators is a multiple of each: every weight below is then a whole
+        # number.
         weights = [prod(ratio.denominator for ratio in ratios)]
         for ratio in ratios:
             weights.append(weights[-1] // ratio.denominator * ratio.numerator)
@@ -135,6 +138,8 @@ class RandomDelay:
         # Of (step, stage, micro-batch) the key keeps the first one, two or three: see `per`.
         shared_key = (step, stage, microbatch)[: len(PER) - PER.index(self.per)]
         key = " ".join(map(str, (self.seed, *shared_key))).encode()
+        # A hash has no state, as a generator has: ranks may draw in any order, and again after a
+        # restart. Python's own hash of text differs from process to process.
         bits = int.from_bytes(blake2b(key, digest_size=_BITS // 8).digest(), "big")
         return self.least + bisect_right(self._bounds, bits, hi=self.most - self.least)
 
@@ -194,6 +199,9 @@ def freshest(
         row = []
         for microbatch in range(n_microbatches):
             start = timing.starts[Op(Kind.FORWARD, stage, microbatch)]
+            # At step t the forward starts at start + t period. Version t - d is ready, as the
+            # update of step t - d - 1, at ready + (t - d - 1) period. So d is at least (ready -
+            # start) / period - 1.
             periods_until_ready = -((start - ready) // timing.period)  # rounded up
             row.append(max(0, periods_until_ready - 1))
         rows.append(tuple(row))
@@ -224,6 +232,7 @@ def in_steps(
             f"unknown delay {delays!r}: give {FRESHEST!r}, a whole number of steps, a list [stage]"
             " or matrix [stage][microbatch] of them, or a RandomDelay"
         )
+    # One number is a list of equal stages, and a list a matrix of equal micro-batches.
     if not isinstance(delays, tuple):
         delays = (delays,) * n_stages
     shape = [len(row) if isinstance(row, tuple) else None for row in delays]

@@ -70,6 +70,8 @@ class Footprint:
 
 def settled_steps(schedule: Schedule) -> int:
     """Return the training steps until the steady state, at a step that starts with a slot."""
+    # Until then fewer steps overlap than later on, and version 0 stands for older ones: ranks hold
+    # fewer versions than in the steady state.
     steps = schedule.timing.steps_under_way + schedule.max_staleness + 1
     return -(-steps // _whole(schedule)) * _whole(schedule)
 
@@ -77,6 +79,7 @@ def settled_steps(schedule: Schedule) -> int:
 def _whole(schedule: Schedule) -> int:
     """Return the fewest periods that make a whole number of slots: usually one."""
     timing = schedule.timing
+    # A period of 8 ticks with 3 a slot: three periods are 8 slots, and no fewer are a whole number.
     return timing.ticks_per_slot // gcd(timing.period, timing.ticks_per_slot)
 
 
@@ -93,6 +96,8 @@ def steady_steps(schedule: Schedule, n_steps: int, first_step: int = 0) -> range
     begin = changes[-1] - first_step if changes else 0
     schedule = schedule.at(first_step + begin)
     n_sequences = schedule.max_staleness + 1
+    # One more, since a step's time counts from the end of the step before: that one is settled,
+    # too.
     first = begin + settled_steps(schedule) + 1
     end = n_steps - _unsteady_end(schedule)
     n_rounds = max(0, end - first) // n_sequences
@@ -133,6 +138,7 @@ def steady_state(schedule: Schedule) -> SteadyState:
     """
     schedule = schedule.final
     settled = settled_steps(schedule)
+    # Weights are sent for later steps: without steps that read them, the period would send less.
     program = schedule.lower(settled + schedule.max_staleness + 1 + _whole(schedule))
     slots = steady_slots(schedule, settled)
     activations_of_ranks = [in_slots[slots] for in_slots in program.activations()]
@@ -146,6 +152,8 @@ def footprint(schedule: Schedule) -> Footprint:
     """Count from a verified program in the steady state; random delays are one draw."""
     schedule = schedule.final
     settled = settled_steps(schedule)
+    # The settled step is in the middle. Messages of its gradient and of its weights may stand in
+    # steps before and after it, which are all in the program.
     program = schedule.lower(2 * settled + 1).verify()
     slots = steady_slots(schedule, settled)
     stage_share = Fraction(1, schedule.n_stages)
@@ -184,6 +192,8 @@ def belongs_to(i: Instruction, step: int) -> bool:
 
 def _rounds(program: Program) -> int:
     """Return the most messages of one stage that wait for each other at one tick."""
+    # Messages take no time in a program. Those of one tick that wait for each other make a row: a
+    # receive is one longer than its sender's, a collective longer than the longest of its members'.
     depth: defaultdict[tuple[int, int], int] = defaultdict(int)
     tick = longest = 0
     for rank, i in replay(program.ranks):
@@ -195,6 +205,7 @@ def _rounds(program: Program) -> int:
         key = (rank, i.stage)
         if i.action == Action.RECV:
             depth[key] = max(depth[key], depth[i.peers[0], i.stage] + 1)
+        # The replay yields a collective for each of its ranks: only the root counts it, for all.
         elif i.action != Action.SEND and rank == i.peers[0]:
             depth_before = max(depth[peer, i.stage] for peer in i.peers)
             depth_after = depth_before + rounds(i.action, len(i.peers))

@@ -49,6 +49,7 @@ class Timing:
                 raise UserError(
                     f"a timing maps ops, such as Op(Kind.FORWARD, 0, 0): got {op}"
                 )
+            # Most starts are plain ints, and there may be 2^18 of them: only others pay for a call.
             if type(start) is not int or start < 0:
                 whole(start, f"the start of {op}, in ticks,", 0)
         for pair in self.pairs.items():
@@ -65,6 +66,8 @@ class Timing:
                 )
 
     def __hash__(self) -> int:
+        # The hash that dataclasses make would fail on the mappings. It may leave fields out, as it
+        # does the pairs: equal timings still have equal hashes.
         return hash((frozenset(self.starts.items()), self.period, self.ticks_per_slot))
 
     def end(self, op: Op) -> int:
@@ -74,6 +77,7 @@ class Timing:
     @property
     def steps_under_way(self) -> int:
         """Training steps that run at once."""
+        # A step takes e ticks and one begins every period: e / period at once, rounded up.
         return -(-max(map(self.end, self.starts)) // self.period)
 
     def gradient_end(self, stage: int, microbatch: int) -> int:
@@ -141,6 +145,7 @@ def cyclic(
     groups = groups or n_workers
     length = 2 * n_stages
     # A slot is the fewest ticks that make the stagger, length / groups slots, a whole number.
+    # Four stages and three groups are 8/3 slots apart: with three ticks a slot, eight ticks.
     tick = groups // gcd(length, groups)
     stagger = length * tick // groups
     group_size = n_workers // groups
@@ -184,5 +189,7 @@ def pipelined(n_stages: int, n_microbatches: int) -> Timing:
 
     Here ``Fm``/``Bm`` are the forward and the backward of micro-batch m.
     """
+    # Stage j has its forwards at slots 2m + j and its backwards at 2m + 2S-1-j. One of them is even
+    # and the other odd, so that its rank never has two ops in one slot, nor an idle one.
     starts = _staggered(n_stages, n_microbatches, lambda m: 2 * m, tick=1)
     return Timing(starts, 2 * n_microbatches)

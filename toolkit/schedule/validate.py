@@ -77,6 +77,7 @@ def check_dependencies(timing: Timing, layout: Placement, n_stages: int) -> None
 
 def check_ranks(timing: Timing, layout: Placement, n_stages: int) -> None:
     """Raise UserError if a rank runs two ops at once; a single device may, and pairs do."""
+    # One device has all micro-batches in flight at once by definition: its slots are not exclusive.
     if layout.one_device:
         return
     tick = timing.ticks_per_slot
@@ -105,6 +106,7 @@ def check_ranks(timing: Timing, layout: Placement, n_stages: int) -> None:
             busy.setdefault(rank, []).append(((start + step * period) % lap, op))
             laps.setdefault(rank, lap)
     for rank, starts_and_ops in busy.items():
+        # Sorted, only neighbours can meet: an op takes one slot.
         starts_and_ops.sort()
         # After its last op comes the first of the next lap.
         first_start, first_op = starts_and_ops[0]
@@ -132,6 +134,8 @@ def _first_come_first_served(timing: Timing, stage: int, n_microbatches: int) ->
         for microbatch in microbatches
     ]
     leave = [timing.gradient_end(stage, microbatch) for microbatch in microbatches]
+    # The first micro-batch of the next step comes after the last of this one. Then the rank whose
+    # turn comes is the one that has been free for longest.
     two_laps = [[*times, times[0] + timing.period] for times in (enter, leave)]
     return all(times == sorted(times) for times in two_laps)
 
@@ -177,6 +181,7 @@ def check_correction(
     if correction.predicts:
         return
     for stage, row in enumerate(staleness):
+        # The newest weights of a step are made by the update of the step before, a period earlier.
         update_tick = timing.update_ready(stage, layout.n_microbatches) - timing.period
         for microbatch, delay in enumerate(row):
             read_tick = timing.gradient_end(stage, microbatch) - timing.ticks_per_slot

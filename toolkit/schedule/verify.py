@@ -54,6 +54,8 @@ _CORRECTED: dict[Buffer | None, str] = {
 
 def verify(program: "Program") -> None:
     """See :meth:`Program.verify`."""
+    # The order is proven first: it alone decides whether the program can run and what it computes.
+    # Ticks are what figures and the simulator rely on.
     misplaced = verify_order(program)
     for rank, instructions in enumerate(program.ranks):
         for before, instruction in pairwise(instructions):
@@ -86,6 +88,7 @@ def verify_order(program: "Program") -> list[tuple[int, Instruction, str]]:
     with collector_paused():
         machine = _Machine(program)
         try:
+            # If one is refused, the loop's variables still hold it.
             for rank, instruction in replay(program.ranks):
                 machine.carry_out[instruction.action](rank, instruction)
         except RefusedError as refusal:
@@ -98,6 +101,7 @@ def verify_order(program: "Program") -> list[tuple[int, Instruction, str]]:
 
 def _deadlock(program: "Program", waiting: dict[int, Instruction]) -> UserError:
     """The error of ranks that wait for each other, at the one that has waited longest."""
+    # The rank that has waited longest is named first: the others often wait in consequence.
     by_tick = sorted(waiting.items(), key=lambda item: (item[1].tick, item[0]))
     (rank, instruction), *peers_waiting = by_tick
     peers = "; ".join(f"rank {peer} waits at {i}" for peer, i in peers_waiting)
@@ -108,6 +112,7 @@ def _deadlock(program: "Program", waiting: dict[int, Instruction]) -> UserError:
 
 def _error(program: "Program", rank: int, i: Instruction, why: str) -> UserError:
     """The error at an instruction, with the op that it is or belongs to marked in the grid."""
+    # The grid shows ops. An instruction of another kind is shown at the op that it follows.
     mark = None
     if i.step is not None and i.step in program.steps:
         if i.action.computes:
@@ -165,6 +170,7 @@ class _Machine:
                 self.memories[rank].weights |= {
                     (stage, version) for version in versions
                 }
+        # Indexed by action, in the order of Action.
         self.carry_out: list[Callable[[int, Instruction], None]] = [
             *[self._compute] * len(Kind),
             self._update,
@@ -212,6 +218,8 @@ class _Machine:
 
     def _keep_promise(self, rank: int, i: Instruction) -> None:
         """Refuse an op that the schedule does not have, or promises on other weights."""
+        # Taken out, so that an op that is done twice is found at once, and one that is never done
+        # at the end.
         promise = self.promised.pop(i[1:5], None)
         if promise is None:
             if i.op in self.schedule.at(i.step or 0).timing.starts:
@@ -231,6 +239,8 @@ class _Machine:
 
     def _update(self, rank: int, i: Instruction) -> None:
         memory = self.memories[rank]
+        # Updates may not leave a step out: this makes version t + 1 from version t and the gradient
+        # of step t, as the contract of numerics says.
         if i.step is None or i.version != i.step + 1:
             raise RefusedError(
                 f"the update of step {i.step} makes the version after it"
@@ -298,6 +308,8 @@ class _Machine:
         if i.action == SEND:
             if key not in memory.sums:
                 raise RefusedError("there is no sum to hand on")
+            # Handed on, not copied: a second send of the sum is refused, since it would count
+            # gradients twice.
             self.sum_in_flight = memory.sums.pop(key)
         elif i.action == RECV:
             memory.add_to_sum(key, self.sum_in_flight)
