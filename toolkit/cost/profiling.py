@@ -46,6 +46,7 @@ def timed(
     # A stage may also send integers or tensors without a graph: nothing comes back for those.
     differentiable_outputs = [tensor for tensor in tensors_in(output) if tensor.grad_fn]
     if differentiable_outputs:
+        # Ones stand for what the next stage would send: seconds do not depend on values.
         torch.autograd.backward(
             differentiable_outputs,
             [torch.ones_like(tensor) for tensor in differentiable_outputs],
@@ -118,17 +119,13 @@ def _analyse(
     forward_working_bytes, backward_working_bytes = working_bytes(
         stage, inputs, device, precision
     )
+    # An output that an op keeps for its backward is among the activations. The others have to be
+    # kept by the next stage: on one rank, that is what they cost.
     unkept_outputs = [
         nodes[node.name].output for node in output_nodes if not nodes[node.name].kept
     ]
     working_nodes = [
         node for node in nodes.values() if node.forward.bytes or node.backward.bytes
-    ]
-    trained_modules = [
-        module for name, module in stage.named_modules() if name not in evaluated(stage)
-    ]
-    running_means = [
-        norm.running_mean for norm in trained_modules if isinstance(norm, _BatchNorm)
     ]
     trained_parameters = [each for each in stage.parameters() if each.requires_grad]
     cost = StageCost(
@@ -141,9 +138,7 @@ def _analyse(
         ),
         output_bytes=sum(tensor.nbytes for tensor in outputs),
         parameter_bytes=sum(parameter.nbytes for parameter in trained_parameters),
-        statistics_bytes=sum(
-            2 * mean.nbytes for mean in running_means if mean is not None
-        ),
+        statistics_bytes=_statistics_bytes(stage),
         kernels=tuple(node.forward for node in working_nodes),
         backward_kernels=tuple(node.backward for node in working_nodes),
         weight_kernels=tuple(node.weight_backward for node in working_nodes),
@@ -152,6 +147,20 @@ def _analyse(
         matrices=tuple(_as_matrix(parameter) for parameter in trained_parameters),
     )
     return cost, outputs, sum(tensor.nbytes for tensor in unkept_outputs)
+
+
+def _statistics_bytes(stage: fx.GraphModule) -> int:
+    """Return the bytes of the statistics that a stage's batch norms change."""
+    evaluated_modules = evaluated(stage)
+    n_bytes = 0
+    for name, module in stage.named_modules():
+        # A norm in evaluation does not change its statistics, so it has none to send.
+        if not isinstance(module, _BatchNorm) or name in evaluated_modules:
+            continue
+        if module.running_mean is not None:
+            # A mean and a variance of each channel.
+            n_bytes += 2 * module.running_mean.nbytes
+    return n_bytes
 
 
 def _as_matrix(parameter: Tensor) -> tuple[int, int]:

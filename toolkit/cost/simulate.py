@@ -25,9 +25,7 @@ from toolkit.cost.stage_costs import Costs
 from toolkit.cost.timeline import Timeline
 from toolkit.errors import UserError
 from toolkit.schedule import Program
-from toolkit.schedule.instruction import (
-    collector_paused,
-)
+from toolkit.schedule.instruction import collector_paused
 
 
 def simulate(

@@ -137,6 +137,7 @@ class StageCost:
         state_bytes = (
             self.parameter_bytes if optimizer_bytes is None else optimizer_bytes
         )
+        # Memory limits an update, not arithmetic: its seconds follow from these bytes alone.
         return 3 * self.parameter_bytes + 2 * state_bytes
 
     def seconds(self, hardware: Hardware) -> tuple[float, float]:
@@ -163,6 +164,8 @@ class StageCost:
         if self.weight_share is not None:
             return self.weight_share * backward
         if not self.backward_kernels:
+            # A linear layer's backward is two products of equal size, for its input and for its
+            # weights.
             return backward / 2
         whole_seconds = sum(map(hardware.roofline, self.backward_kernels))
         weight_seconds = sum(map(hardware.roofline, self.weight_kernels))
@@ -175,6 +178,8 @@ class StageCost:
         """Return the seconds of a forward, a backward, and its parts for inputs and weights."""
         forward, backward = self.seconds(hardware)
         if self.recomputes:
+            # The forward runs again first. Its activations do not outlive the op, so that the half
+            # for the weights is done at once, too.
             return [forward, forward + backward, forward + backward, 0.0]
         # The rest of the backward is the half that the stage before waits for.
         weights = self.weight_seconds(hardware)
@@ -189,6 +194,7 @@ def moved_bytes(costs: Costs) -> dict[Buffer | None, list[float]]:
     return {
         Buffer.ACTIVATION: [cost.output_bytes for cost in costs],
         Buffer.ACTIVATION_GRADIENT: [cost.input_gradient_bytes for cost in costs],
+        # Only messages of gradients and weights are ever compressed.
         Buffer.GRADIENT: [cost.sent_gradient_bytes for cost in costs],
         Buffer.WEIGHTS: [cost.sent_weight_bytes for cost in costs],
     }
@@ -201,9 +207,15 @@ def unit_costs(n_stages: int, backward: float = 1.0) -> tuple[StageCost, ...]:
         n_stages: number of stages.
         backward: seconds of a backward.
     """
-    buffers = (1.0, 1.0, 1.0, 1.0)
     stage = StageCost(
-        1.0, backward, *buffers, forward_seconds=1.0, backward_seconds=backward
+        flops=1.0,
+        backward_flops=backward,
+        activation_bytes=1.0,
+        input_bytes=1.0,
+        output_bytes=1.0,
+        parameter_bytes=1.0,
+        forward_seconds=1.0,
+        backward_seconds=backward,
     )
     return (stage,) * n_stages
 
@@ -226,6 +238,7 @@ def recomputing(costs: Costs, checkpoint: str | Sequence[int]) -> tuple[StageCos
     for stage, cost in enumerate(costs):
         stage_recomputes = recomputes(checkpoint, stage)
         extra_input_bytes = cost.extra_input_bytes
+        # It does not keep its output, which is this stage's input.
         if previous_recomputes:
             extra_input_bytes = cost.input_bytes
         new_costs.append(

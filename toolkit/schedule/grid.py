@@ -71,12 +71,8 @@ def render(
         label = "rank 0 mb"
     table = [header]
     for row in shown_rows:
-        table.append(
-            [
-                f"{label} {row}",
-                *(cells.rows[row].get(tick, ".") for tick in shown_ticks),
-            ]
-        )
+        texts = [cells.rows[row].get(tick, ".") for tick in shown_ticks]
+        table.append([f"{label} {row}", *texts])
     widths = [max(map(len, column)) for column in zip(*table, strict=True)]
     lines = []
     for texts in table:

@@ -107,7 +107,7 @@ def formula(setting: str, rule: str, n: int) -> dict[str, Fraction]:
     else:
         is_v1 = rule == "CDP-v1"
         zero: tuple[Fraction | int, ...]
-        rounds_of_model_parallelism = 1 if is_v1 or n == 2 else 2
+        n_rounds = 1 if is_v1 or n == 2 else 2  # with model parallelism
         if is_v1:
             zero = (n, 1, s, 3 * (n - 1), s, min(n, 3) * s, 1 + n % 2)
         else:
@@ -115,10 +115,7 @@ def formula(setting: str, rule: str, n: int) -> dict[str, Fraction]:
         forms = {
             "one device": (1, total, 1, 0, 1, 0, 0),
             "multi-device": (n, 1, 1, ring, s, s, 1),
-            "with model parallelism": (
-                *(n * (n + 1) // 2, s, s, n - 1, s, s),
-                rounds_of_model_parallelism,
-            ),
+            "with model parallelism": (n * (n + 1) // 2, s, s, n - 1, s, s, n_rounds),
             "pipeline": (n, 1, s, 0, 1, 0, 0),
             "ZeRO": zero,
         }

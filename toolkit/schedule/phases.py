@@ -5,7 +5,7 @@ before still held: after synchronous training theta_{t-1} is theta_t at the firs
 start of a training. A rank keeps such a version until the change, or receives it there.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field, fields, replace
 from functools import cached_property
 from itertools import pairwise
@@ -18,6 +18,8 @@ from toolkit.schedule.program import Program
 from toolkit.schedule.schedule import Schedule
 from toolkit.schedule.staleness import Staleness
 from toolkit.schedule.timing import Timing
+
+_HeldVersion = tuple[int, int, int | None]  # rank, stage, version
 
 
 @dataclass(frozen=True)
@@ -135,7 +137,7 @@ class PhasedSchedule(Schedule):
     @property
     def final(self) -> Schedule:
         """See :meth:`Schedule.final`."""
-        last = Schedule(**{f.name: getattr(self, f.name) for f in _own(Schedule)})
+        last = Schedule(**_arguments(self))
         return last if self.spec is None else last.with_spec(self.spec.preceded_by(()))
 
     def at(self, step: int) -> Schedule:
@@ -233,11 +235,11 @@ def after(
         raise UserError(
             "phases: give one or more, of schedules that have no phases themselves"
         )
-    field_values = {f.name: getattr(schedule, f.name) for f in _own(Schedule)}
-    field_values["name"] = (
+    arguments = _arguments(schedule)
+    arguments["name"] = (
         name or f"{schedule.name} after {', '.join(map(str, earlier_phases))}"
     )
-    phased = PhasedSchedule(**field_values, phases=earlier_phases)
+    phased = PhasedSchedule(**arguments, phases=earlier_phases)
     if schedule.spec is not None and all(each.spec is not None for each in schedules):
         phased._set(spec=schedule.spec.preceded_by(earlier_phases))
     return phased
@@ -268,9 +270,9 @@ def switched(schedule_plan: Schedule, step: int, schedule: Schedule) -> Schedule
     return after(phases, schedule, schedule.name)
 
 
-def _own(kind: type) -> Iterator[Any]:
-    """Return the arguments of a dataclass."""
-    return (f for f in fields(kind) if f.init)
+def _arguments(schedule: Schedule) -> dict[str, Any]:
+    """Return the arguments that make ``schedule``, without its phases."""
+    return {f.name: getattr(schedule, f.name) for f in fields(Schedule) if f.init}
 
 
 def _finer(timing: Timing, ticks_per_slot: int) -> Timing:
@@ -304,24 +306,10 @@ def _hand_over(
         step: the first training step of ``following``.
         tick: when it begins; all instructions before have finished.
     """
-    # 1. Which versions, by rank, stage and version, each rank has had, and where it freed them.
-    obtained: set[tuple[int, int, int | None]] = set()
-    freed_at: dict[tuple[int, int, int | None], int] = {}  # places of the last frees
-    for rank, instructions in enumerate(ranks):
-        for position, i in enumerate(instructions):
-            key = rank, i.stage, i.version
-            if i.action == Action.FREE and i.buffer == Buffer.WEIGHTS:
-                obtained.add(key)
-                freed_at[key] = position
-            elif i.action == Action.UPDATE or (
-                i.buffer == Buffer.WEIGHTS and i.leaves(rank)
-            ):
-                obtained.add(key)
-                # Held again: an earlier free says nothing of the end.
-                freed_at.pop(key, None)
+    obtained, freed_at = _versions_of_ranks(ranks)
 
-    # 2. A rank that had a version which it needs does not free it; the owner, which made it, sends
-    # it to the other ranks; and ranks that do not need a version free it.
+    # A rank that had a version which it needs does not free it; the owner, which made it, sends it
+    # to the other ranks; and ranks that do not need a version free it.
     dropped_frees: set[tuple[int, int]] = set()
     for stage, owner in enumerate(previous.owners):
         holders = following.first_holders(stage)
@@ -330,10 +318,13 @@ def _hand_over(
             lacking_ranks = [
                 rank for rank in holders if (rank, stage, version) not in obtained
             ]
-            senders = [owner] if lacking_ranks else []
-            for rank in {*holders, *senders} - {*lacking_ranks}:
-                if (rank, stage, version) in freed_at:
-                    dropped_frees.add((rank, freed_at.pop((rank, stage, version))))
+            keeping_ranks = {*holders} - {*lacking_ranks}
+            if lacking_ranks:
+                keeping_ranks.add(owner)
+            for rank in keeping_ranks:
+                key = (rank, stage, version)
+                if key in freed_at:
+                    dropped_frees.add((rank, freed_at.pop(key)))
             for rank in lacking_ranks:
                 ranks[owner].append(Instruction(tick, Action.SEND, *message, (rank,)))
                 ranks[rank].append(Instruction(tick, Action.RECV, *message, (owner,)))
@@ -347,3 +338,24 @@ def _hand_over(
             for position, i in enumerate(instructions)
             if (rank, position) not in dropped_frees
         ]
+
+
+def _versions_of_ranks(
+    ranks: Sequence[Sequence[Instruction]],
+) -> tuple[set[_HeldVersion], dict[_HeldVersion, int]]:
+    """Return the versions that each rank has had, and where it freed those that it lacks now."""
+    obtained: set[_HeldVersion] = set()
+    freed_at: dict[_HeldVersion, int] = {}
+    for rank, instructions in enumerate(ranks):
+        for position, i in enumerate(instructions):
+            key = rank, i.stage, i.version
+            if i.action == Action.FREE and i.buffer == Buffer.WEIGHTS:
+                obtained.add(key)
+                freed_at[key] = position
+            elif i.action == Action.UPDATE or (
+                i.buffer == Buffer.WEIGHTS and i.leaves(rank)
+            ):
+                obtained.add(key)
+                # Held again: an earlier free says nothing of the end.
+                freed_at.pop(key, None)
+    return obtained, freed_at

@@ -11,6 +11,7 @@ Four stages, four micro-batches, one column per slot (``.`` idle)::
 
 from collections import defaultdict, deque
 from collections.abc import Mapping, Sequence
+from itertools import chain
 
 from toolkit.errors import UserError
 from toolkit.schedule.dependencies import dependencies
@@ -309,7 +310,7 @@ def _earliest_ends(
 
 def _needs(orders: Orders, pairs: Mapping[Op, Op]) -> dict[Op, list[Op]]:
     """Return what each op needs; the forward of a pair needs what its backward needs, too."""
-    ops = {op for order in orders for op in order}
+    ops = {*chain.from_iterable(orders)}
     n_stages = max(op.stage for op in ops) + 1
     needs = {op: [*dependencies(op, ops, n_stages)] for op in ops}
     for forward, backward in pairs.items():

@@ -52,17 +52,15 @@ class Timing:
             # Most starts are plain ints, and there may be 2^18 of them: only others pay for a call.
             if type(start) is not int or start < 0:
                 whole(start, f"the start of {op}, in ticks,", 0)
-        for pair in self.pairs.items():
-            check_pair(*pair)
-            slots = {self.starts.get(op) for op in pair}
-            if (
-                None in slots
-                or len(slots) > 1
-                or len({*self.pairs.values()}) < len(self.pairs)
-            ):
+        n_backwards = len({*self.pairs.values()})
+        for forward, backward in self.pairs.items():
+            check_pair(forward, backward)
+            start = self.starts.get(forward)
+            is_together = start is not None and start == self.starts.get(backward)
+            if not is_together or n_backwards < len(self.pairs):
                 raise UserError(
-                    f"an overlapped pair is two ops that start in the same slot, and in no other"
-                    f" pair: got {pair[0]};{pair[1]}"
+                    "an overlapped pair is two ops that start in the same slot, and in no other"
+                    f" pair: got {forward};{backward}"
                 )
 
     def __hash__(self) -> int:

@@ -36,6 +36,7 @@ Sources: arXiv 2405.15362; ZB-V arXiv 2401.10241, section 6; Hanayo arXiv 2308.1
 from collections import Counter
 from dataclasses import dataclass
 from heapq import heappop, heappush
+from itertools import chain
 
 from toolkit.errors import UserError
 from toolkit.schedule.dependencies import dependencies
@@ -112,7 +113,7 @@ def _n_ranks(n_stages: int) -> int:
 def _squeeze(block: _Block, n_ranks: int, n_microbatches: int) -> Orders:
     """Return each rank's ops in order, each as early as it can start."""
     planned = [block.order(rank, n_ranks, n_microbatches) for rank in range(n_ranks)]
-    split = {op for order in planned for op in order}
+    split = {*chain.from_iterable(planned)}
     # Activations of all micro-batches do not fit.
     scarce = 2 * n_microbatches > block.bound
     weight_halves: list[list[Op]] = [[] for _ in planned]  # that may run now, by rank
