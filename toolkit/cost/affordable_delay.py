@@ -65,6 +65,7 @@ def affordable_delay(
     entries = search.entries_by_slack()
 
     # 1. All weights together: those of the longest slack first, equal slack at once.
+    # groupby needs neighbours of equal slack: entries are sorted by it.
     groups = [[*group] for _, group in groupby(entries, key=search.slack_ticks)]
     fresh_entries = search.extend([], groups, limit)
 

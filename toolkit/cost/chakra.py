@@ -14,6 +14,7 @@ from toolkit.extras import check_installed
 from toolkit.schedule import Action, Instruction, Program
 from toolkit.schedule.dependencies import needs
 
+# All other communication is collective: COMM_COLL_NODE.
 _COMMUNICATION = {Action.SEND: "COMM_SEND_NODE", Action.RECV: "COMM_RECV_NODE"}
 
 
@@ -67,6 +68,7 @@ def chakra_nodes(
             # Only ops have durations and share the rank's compute, so only they are chained.
             control_dependencies = last_op
             last_op = [index]
+        # Without releases, a version that comes again does not wait for its earlier release.
         data_dependencies = [
             dependency
             for dependency in needed_indices

@@ -86,6 +86,7 @@ def compressed_costs(
                     quantized_bytes(n_numbers, bits_of_weight)
                 ),
                 error_bytes=cost.parameter_bytes,
+                # Weights in a message are rounded, so that their owner updates an exact copy.
                 exact_weight_bytes=cost.parameter_bytes,
                 weight_differences=differences,
             )

@@ -124,6 +124,7 @@ def _merge(rows: Costs) -> StageCost:
     forwards, backwards = zip(*map(_seconds, rows), strict=True)
     weight_seconds = 0.0
     for cost, backward in zip(rows, backwards, strict=True):
+        # A share is of seconds: those of the rows add, their shares do not.
         weight_seconds += (cost.weight_share or 0.0) * backward
     return StageCost(
         flops=0.0,
@@ -172,6 +173,7 @@ def read_costs(path: Path) -> FileCosts:
         )
     costs = []
     batches = []
+    # The first stage receives data, which no message brings.
     input_bytes = 0.0
     for stage, row in enumerate(rows):
         place = f"costs={path}, stage {stage}"

@@ -71,9 +71,12 @@ class EventQueue:
         self._events: list[_Event] = []
         self._wishes: dict[int, _Wish] = {}  # by number
         self._busy: set[Hashable] = set()
+        # A heap for each set of lanes that is wanted: only its first event can be the next to take
+        # them.
         self._waiting: defaultdict[_Lanes, list[tuple[int, int, int]]] = defaultdict(
             list
         )
+        # The sets of lanes that wait for a lane, so that a lane that becomes free finds them.
         self._wanted: defaultdict[Hashable, set[_Lanes]] = defaultdict(set)
         self._shared = SharedPorts() if shared else None
         # Start of what shares ports, by number.
@@ -92,6 +95,8 @@ class EventQueue:
         while ready or self._events or self._shared_since:
             # First all that is ready: its wishes may come before the next event.
             while ready:
+                # In any order: what is ready shares nothing but lanes, and these are given in order
+                # of time.
                 number = ready.pop()
                 instruction = self._instructions[number]
                 if instruction.tick >= until:
@@ -146,6 +151,8 @@ class EventQueue:
         # `_wanted` has only lanes for which an event still waits, so each of these has a first.
         for _, _, number in sorted(self._waiting[lanes][0] for lanes in lanes_to_serve):
             lanes, seconds, on_start, ports = wishes[number]
+            # All lanes or none: messages that held one lane and waited for another could wait for
+            # each other in a ring.
             if not self._busy.isdisjoint(lanes):
                 continue
             waiting = self._waiting[lanes]

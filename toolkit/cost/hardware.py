@@ -118,12 +118,14 @@ class Hardware:
     def roofline(self, work: Work) -> float:
         """Return the seconds of one kernel: the larger of arithmetic and memory traffic."""
         flops = self.flops_in_16_bits if work.in_16_bits else None
+        # Arithmetic and memory traffic of a kernel overlap: the slower of them decides.
         return max(
             work.flops / (flops or self.flops), work.bytes / self.memory_bandwidth
         )
 
     def machine(self, rank: int) -> int:
         """Return the machine of ``rank``."""
+        # Consecutive ranks share a machine, as launchers number them.
         return rank // self.ranks_per_machine
 
     def message(self, n_bytes: float, *, local: bool = False) -> float:
@@ -135,6 +137,7 @@ class Hardware:
         """
         if local:
             return self.local_latency + n_bytes / self.local_bandwidth
+        # alpha + beta n: what takes several messages one after the other pays the latency for each.
         return self.link_latency + n_bytes / self.link_bandwidth
 
     def collective(self, action: Action, n_bytes: float, ranks: Sequence[int]) -> float:

@@ -102,6 +102,7 @@ def add_library_workspace(
             # cuDNN chooses algorithms and loads kernels in the first run; those stay in memory.
             first_run = partial(stage_copy, *fresh_leaves(values))
             *_, outputs = timed(first_run, device, precision)
+            # It holds the inputs of the run, with their gradients: they would count as in use.
             del first_run
             # Or the second run would add to these gradients.
             stage_copy.zero_grad(set_to_none=True)

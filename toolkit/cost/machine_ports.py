@@ -33,6 +33,7 @@ class MachinePorts:
         n = self._n_ranks
         if self.is_local(rank, peer):
             return rank, n + peer
+        # Ranks of a machine share its one port to others. Their own ports only lead to each other.
         return 2 * n + self._machines[rank], 3 * n + self._machines[peer]
 
     def of_collective(self, peers: Sequence[int]) -> Ports:

@@ -75,6 +75,8 @@ class MemoryChanges:
                 )
                 self._newest[rank, stage] = first_versions[-1]
             owner = schedule.owners[stage]
+            # An owner that is the stage's only rank sends no weights, and needs no exact copy next
+            # to them.
             if {*schedule.layout.ranks(stage)} != {owner}:
                 self.hold(0.0, owner, WEIGHTS, costs[stage].exact_weight_bytes)
         for rank, instructions in enumerate(program.ranks):
@@ -104,6 +106,7 @@ class MemoryChanges:
         """Hold a version that came, in place of the one that it is a difference to."""
         self.hold_weights(when, rank, stage)
         self._newest[rank, stage] = version
+        # The difference is added by now: its base, which the program freed before, goes only here.
         if (rank, stage) in self._bases:
             self._bases.remove((rank, stage))
             self.free_weights(when, rank, stage)

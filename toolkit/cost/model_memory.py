@@ -51,11 +51,14 @@ class MemoryCurve:
     @property
     def largest_reduction(self) -> float:
         """1 - mean/peak: the bound of :meth:`reduction` for many workers."""
+        # Many staggered workers are spread over the period evenly: together they hold the mean of
+        # each.
         return 1 - self.mean / self.peak
 
     def at(self, times: NDArray[np.float64]) -> NDArray[np.float64]:
         """Return the bytes kept at ``times`` of the periodic curve, in the unit of ``edges``."""
         time_in_period = np.mod(times, self.edges[-1])
+        # At an edge the level counts that begins there.
         segment = np.searchsorted(self.edges, time_in_period, side="right") - 1
         return self.levels[np.clip(segment, 0, len(self.levels) - 1)]
 

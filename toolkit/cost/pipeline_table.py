@@ -50,6 +50,7 @@ def _whole_models() -> dict[str, MakeOnRanks]:
         if method.kind != "pipeline":
             label = method.label
             if label in PIPELINES:
+                # The method is in both tables: with a rank for each stage, and with whole models.
                 label += ", whole models"
             makers[label] = partial(_workers, method)
     return makers

@@ -114,6 +114,8 @@ class ProgramLinks:
         """
         schedule = self.program.schedule
         needs: Iterable[list[int]] = unsorted_needs(order, rank)
+        # Ops of one device stand at equal ticks for another reason: all micro-batches are in flight
+        # at once.
         pairs = [] if schedule.layout.one_device else _pairs(order)
         if pairs:
             # The forward of a pair waits for what its backward needs: both start together.
@@ -186,6 +188,7 @@ def _waits(
                 if n_ops_before_lookahead:
                     last_op = max(last_op, ops[n_ops_before_lookahead - 1])
                 # The runtime carries out the collectives of a rank one after another.
+                # Of what has peers, collectives come after RECV in the order of Action.
                 if instruction.action > RECV:
                     if previous_collective >= 0:
                         waited_positions.append(previous_collective)

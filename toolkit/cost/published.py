@@ -98,6 +98,7 @@ class Setting:
             link_latency=self.latency,
             overlap_time=overlap_time,
         )
+        # One step, filled and drained, as papers draw it.
         costs = (cost,) * schedule.n_stages
         return simulate(schedule.lower(1).verify(), costs, machines)
 
@@ -197,6 +198,7 @@ def _makespan(timeline: Timeline) -> float:
     return max(spans[-1][1] for spans in spans_of_ranks) - first_start
 
 
+# Each paper has its own definition of a bubble, so there are several.
 QUANTITIES: Mapping[str, tuple[str, Callable[[Schedule, Setting], float]]] = {
     "bubble rate": ("bubble", _bubble_rate),
     "idle share": ("bubble", _idle_share),

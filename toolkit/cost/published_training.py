@@ -90,7 +90,8 @@ class Decoder:
             ),
             _product(n_tokens, self._wide // width, self.hidden),
         ]
-        # FlashAttention leaves out the half of the scores that causality does.
+        # Queries times keys, and their softmax times values: two products of 2 operations an entry.
+        # Memory traffic is that of queries, keys, values and the result.
         score_flops = 4 * n_tokens * self.sequence * self.hidden // width
         score_bytes = 4 * n_numbers * _HALF // width
         if self.keeps_scores:
@@ -99,6 +100,7 @@ class Decoder:
                 6 * n_samples * self.heads // width * self.sequence**2 * _HALF
             )
         else:
+            # FlashAttention leaves out the half of the scores that causality does.
             score_flops //= 2
         # Two norms read and write; two sums with dropout read two tensors and write one.
         between_bytes = (2 * 2 + 2 * 3) * n_numbers * _HALF
@@ -296,6 +298,7 @@ class Training:
         n_tokens = self.batch * model.sequence
         n_forwards = 4 if self.recomputes else 3
         layer_flops = n_forwards * model.layers * model.token_flops
+        # The scores of the vocabulary do not run again.
         return float(n_tokens * (layer_flops + 3 * 2 * model.hidden * model.vocabulary))
 
     def rate(self, schedule: Schedule) -> float:

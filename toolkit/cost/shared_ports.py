@@ -100,6 +100,7 @@ def fair_rates(ports: Mapping[int, Ports]) -> dict[int, float]:
 
     # 2. Of the others, those through the port that fills up first while all rates grow alike.
     while n_unassigned:
+        # Of ports that fill up together the lowest counts, so that a simulation repeats exactly.
         rate, full_port = min(
             (free_share[port] / n_messages, port)
             for port, n_messages in n_unassigned.items()

@@ -132,6 +132,8 @@ def ddp_costs(
             )
         return tuple(compressed), hardware
     if compression == "powersgd":
+        # The simulator has one message for a bucket. Latency counts as that of three, one after the
+        # other.
         in_turn = replace(
             hardware,
             link_latency=_MESSAGES * hardware.link_latency,

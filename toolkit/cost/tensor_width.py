@@ -169,6 +169,7 @@ def _sent_bytes(exchanges: Sequence[Exchange], n_devices: int) -> float:
     """Return the bytes that a device sends over a ring."""
     n_bytes = 0.0
     for exchange in exchanges:
+        # An all-reduce is a reduce-scatter and an all-gather, each of (w-1)/w of the bytes.
         rounds = 2 if exchange.action == "all_reduce" else 1
         n_bytes += rounds * (n_devices - 1) / n_devices * exchange.bytes
     return n_bytes

@@ -100,6 +100,8 @@ class Timeline:
     def step_time(self) -> float:
         """Seconds per step in the steady state; of a single step, its duration."""
         steps = self._timed()
+        # Steps overlap: each counts from the end of the one before, or their times would count
+        # twice.
         begin = 0.0
         if steps[0] > 0:
             begin = self.step_ends[steps[0] - 1]
@@ -304,6 +306,7 @@ def _kineto(spans: Sequence[Span]) -> list[dict]:
     """Return the events of one rank: kernels, their launches, and training steps."""
     events: list[dict] = []
     steps: dict[int, list[int]] = {}
+    # HTA finds the launch of a kernel by their common correlation.
     for correlation, span in enumerate(spans, 1):
         start = round(span.start * 1e6)
         end = round(span.end * 1e6)

@@ -31,6 +31,7 @@ def summary(
     bytes_of_kind = timeline.at_peak(fullest)
     activation_bytes = bytes_of_kind[ACTIVATIONS] + bytes_of_kind[INPUTS]
     if averaging is not None:
+        # While ranks average, none of them computes.
         busy_seconds = (1 - idle_share) * seconds
         seconds += averaging.seconds
         idle_share = 1 - busy_seconds / seconds

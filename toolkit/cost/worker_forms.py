@@ -66,6 +66,7 @@ class ModelCosts:
     ) -> None:
         self._profile = partial(profile, precision=precision)
         if width is not None and width.devices > 1:
+            # Imported where it is used: DTensor, which it needs, takes seconds to import.
             from toolkit.cost.tensor_width import profile_width
             from toolkit.model.tensor_parallel import tensor_parallel
 
@@ -161,6 +162,7 @@ def ddp_schedule(n_workers: int, n_buckets: int, accumulate: int = 1) -> Schedul
     schedule = catalog.data_parallel(
         n_workers, n_stages=n_buckets, accumulate=accumulate
     )
+    # Buckets are stages here: all of a step's sums are ready bucket by bucket during the backward.
     return replace(schedule, name=schedule.name.replace("DP", "DDP", 1))
 
 
