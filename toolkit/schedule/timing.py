@@ -55,8 +55,9 @@ class Timing:
         n_backwards = len({*self.pairs.values()})
         for forward, backward in self.pairs.items():
             check_pair(forward, backward)
-            start = self.starts.get(forward)
-            is_together = start is not None and start == self.starts.get(backward)
+            forward_start = self.starts.get(forward)
+            backward_start = self.starts.get(backward)
+            is_together = forward_start is not None and forward_start == backward_start
             if not is_together or n_backwards < len(self.pairs):
                 raise UserError(
                     "an overlapped pair is two ops that start in the same slot, and in no other"
