@@ -77,15 +77,7 @@ def largest_curvature(
         UserError: no parameter trains, an operation of the model has no second derivative, or the
             Hessian is not finite.
     """
-    parameters = {
-        name: weights.detach()
-        for name, weights in model.named_parameters()
-        if weights.requires_grad
-    }
-    if not parameters:
-        raise UserError(
-            f"{type(model).__name__} has no parameter to train: set requires_grad"
-        )
+    parameters = _trained_parameters(model)
     if not batches:
         raise UserError("batches are empty: give at least one (inputs, targets)")
     generator = torch.Generator().manual_seed(seed)
@@ -111,6 +103,20 @@ def largest_curvature(
     total = sum(squares.values())
     parameter_shares = {name: square / total for name, square in squares.items()}
     return Curvature(estimate.value, estimate.error, 2 * n_products, parameter_shares)
+
+
+def _trained_parameters(model: nn.Module) -> dict[str, Tensor]:
+    """Return the parameters that train, by name; raise UserError if there are none."""
+    parameters = {
+        name: weights.detach()
+        for name, weights in model.named_parameters()
+        if weights.requires_grad
+    }
+    if not parameters:
+        raise UserError(
+            f"{type(model).__name__} has no parameter to train: set requires_grad"
+        )
+    return parameters
 
 
 def _progress(steps: Iterator[LanczosStep], n_products: int) -> "tqdm[LanczosStep]":
@@ -212,10 +218,7 @@ def _product(
     vector: Vector,
     seed: int,
 ) -> Vector:
-    """Return the Hessian of the mean loss over ``batches``, times ``vector``.
-
-    It is the gradient of the product of gradient and vector: the loss is differentiated twice.
-    """
+    """Return the Hessian of the mean loss over ``batches``, times ``vector``."""
     total = [torch.zeros_like(tensor) for tensor in vector]
     devices = sorted(
         {tensor.device.index or 0 for tensor in vector if tensor.device.type == "cuda"}
@@ -229,41 +232,10 @@ def _product(
     ):
         # Every product draws the same dropout, or the Hessian would differ between products.
         torch.manual_seed(seed)
-        for inputs, targets in batches:
-            # Views can require gradients without changing the model's tensors.
-            weights = {
-                name: weight.detach().requires_grad_()
-                for name, weight in parameters.items()
-            }
-            # Training mode updates batch norm's buffers: copies keep the model's own unchanged.
-            buffers = {name: buffer.clone() for name, buffer in model.named_buffers()}
+        for batch in batches:
             n_batches += 1
             try:
-                outputs = torch.func.functional_call(
-                    model, weights | buffers, (inputs,)
-                )
-                loss_value = loss(outputs, targets)
-                weight_tensors = tuple(weights.values())
-                gradients = grad(
-                    loss_value,
-                    weight_tensors,
-                    create_graph=True,
-                    materialize_grads=True,
-                )
-                # The slope of the loss along the vector; its gradient is the Hessian times the
-                # vector.
-                directional_slope = sum(
-                    (gradient * tensor).sum()
-                    for gradient, tensor in zip(gradients, vector, strict=True)
-                )
-                if not (
-                    isinstance(directional_slope, Tensor)
-                    and directional_slope.requires_grad
-                ):
-                    continue  # the loss is linear
-                products = grad(
-                    directional_slope, weight_tensors, materialize_grads=True
-                )
+                products = _product_of_batch(model, loss, batch, parameters, vector)
             except RuntimeError as error:
                 raise UserError(
                     f"the curvature of {type(model).__name__} cannot be measured:"
@@ -277,6 +249,43 @@ def _product(
             f"the Hessian of {type(model).__name__} is not finite: check its weights and inputs"
         )
     return mean_product
+
+
+def _product_of_batch(
+    model: nn.Module,
+    loss: Callable[[Tensor, Tensor], Tensor],
+    batch: Batch,
+    parameters: Mapping[str, Tensor],
+    vector: Vector,
+) -> Vector:
+    """Return the Hessian of a batch's loss, times ``vector``: the loss is differentiated twice."""
+    inputs, targets = batch
+    # Views can require gradients without changing the model's tensors.
+    weights = {
+        name: weight.detach().requires_grad_() for name, weight in parameters.items()
+    }
+    # Training mode updates batch norm's buffers: copies keep the model's own unchanged.
+    buffers = {name: buffer.clone() for name, buffer in model.named_buffers()}
+    outputs = torch.func.functional_call(model, weights | buffers, (inputs,))
+    weight_tensors = tuple(weights.values())
+    gradients = grad(
+        loss(outputs, targets),
+        weight_tensors,
+        create_graph=True,
+        materialize_grads=True,
+    )
+    # The slope of the loss along the vector, g^T v; its gradient is the Hessian times the vector:
+    #
+    #     H v = d(g^T v) / d weights, for a vector v that does not depend on the weights
+    slopes = [
+        (gradient * tensor).sum()
+        for gradient, tensor in zip(gradients, vector, strict=True)
+    ]
+    directional_slope = sum(slopes[1:], start=slopes[0])
+    if not directional_slope.requires_grad:
+        # The loss is linear in the weights: its Hessian is 0.
+        return tuple(map(torch.zeros_like, vector))
+    return grad(directional_slope, weight_tensors, materialize_grads=True)
 
 
 def _dot(a: Vector, b: Vector) -> float:

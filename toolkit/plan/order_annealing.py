@@ -95,18 +95,10 @@ class OrderAnnealing:
         # 1. Keys and placements.
         block_share = 0.3 if use_exact else 0.5
         block = self._anneal_block(block, begin + block_share * seconds_left, bound)
-        groups = self._groups_of(block[0])
-        problem = groups.problem
-        orders = groups.list_orders(block[1])
 
-        # 2. OR-tools on merged stages, if neighbours were merged.
-        if (
-            use_exact
-            and groups.merged is not problem
-            and exact_solver.is_small(groups.merged)
-        ):
-            orders, _ = self._solve(groups.merged, orders, begin + 0.6 * seconds_left)
-        candidates.append((problem, groups.split(orders)))
+        # 2. OR-tools on merged stages.
+        solver_end = begin + 0.6 * seconds_left
+        candidates.append(self._orders_of_block(block, use_exact, solver_end))
         problem, orders = min(
             candidates, key=lambda pair: (not _fits(*pair), pair[0].period(pair[1]))
         )
@@ -153,6 +145,21 @@ class OrderAnnealing:
                     least_seconds = block_seconds
         assert best_block is not None
         return best_block
+
+    def _orders_of_block(
+        self, block: _Block, use_exact: bool, solver_end: float
+    ) -> tuple[OrderProblem, list[RankOrder]]:
+        """Return the orders of all stages that a block stands for, and their problem.
+
+        If neighbours were merged, OR-tools improves the orders of the merged stages first.
+        """
+        placement, keys = block
+        groups = self._groups_of(placement)
+        orders = groups.list_orders(keys)
+        is_merged = groups.merged is not groups.problem
+        if use_exact and is_merged and exact_solver.is_small(groups.merged):
+            orders, _ = self._solve(groups.merged, orders, solver_end)
+        return groups.problem, groups.split(orders)
 
     def _block_seconds(self, block: _Block) -> float:
         """Return the seconds of a training step; infinite if a rank has no room."""

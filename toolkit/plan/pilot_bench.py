@@ -79,27 +79,15 @@ class PilotBench:
             seconds: for the timing of steps.
             on_progress: as of :func:`toolkit.plan.pilot`.
         """
-        checkpoint = self.candidates["DP"].checkpoint
-        memory = {}
-        for index, rule in enumerate(self.candidates):
-            on_progress(f"measuring the memory of {rule}", index / len(self.candidates))
-            stages = copy.deepcopy(self.stages)
-            memory[rule] = step_memory(
-                stages,
-                self.schedule(rule),
-                example,
-                self.optimizer,
-                self.loss,
-                checkpoint,
-            )
+        # 1. Measure memory and time here, all workers in one process.
+        memory = self._peaks_of_rules(example, on_progress)
         runtimes = {
             rule: self.runtime(0, self.schedule(rule)) for rule in self.candidates
         }
         times = step_times(runtimes, example, _ROUNDS, seconds, on_progress)
 
+        # 2. Predict the user's machines from the measured seconds, or from the roofline.
         on_progress("predicting", 0.0)
-        # Predict the user's machines from the measured seconds, or from the roofline. A roofline
-        # needs shapes alone, so the stages move to the meta device.
         stages = runtimes["DP"].stages
         microbatch = example[0][: findings.batch]
         if findings.compute == "measured":
@@ -108,11 +96,13 @@ class PilotBench:
             low_seconds, middle_seconds, high_seconds = quantiles(times["DP"], n=4)
             slack = (low_seconds / middle_seconds, high_seconds / middle_seconds)
         else:
+            # A roofline needs shapes alone, so the stages move to the meta device.
             slack = _ROOFLINE
             model = copy.deepcopy(stages.model).to("meta")
             microbatch = microbatch.to("meta")
             partition_by = self.candidates["DP"].partition
             stages = partition(model, findings.n_stages, microbatch, partition_by)
+        checkpoint = self.candidates["DP"].checkpoint
         costs = recomputing(profile(stages, microbatch), checkpoint)
         parameter_bytes = sum(cost.parameter_bytes for cost in costs)
         optimizer_words = _optimizer_bytes(runtimes["DP"]) / parameter_bytes
@@ -122,6 +112,8 @@ class PilotBench:
             for rule, candidate in self.candidates.items()
         }
         on_progress("predicting", 1.0)
+
+        # 3. What each rule takes.
         rules = tuple(
             RuleFindings(
                 rule=rule,
@@ -137,6 +129,26 @@ class PilotBench:
         )
         return replace(findings, rules=rules, slack=slack)
 
+    def _peaks_of_rules(
+        self, example: Batch, on_progress: OnProgress
+    ) -> dict[str, tuple[int, int | None]]:
+        """Return by rule the peak bytes of autograd, and those of CUDA; None on the CPU."""
+        checkpoint = self.candidates["DP"].checkpoint
+        peaks = {}
+        for index, rule in enumerate(self.candidates):
+            on_progress(f"measuring the memory of {rule}", index / len(self.candidates))
+            # A copy, since the steps that are measured train it.
+            stages = copy.deepcopy(self.stages)
+            peaks[rule] = step_memory(
+                stages,
+                self.schedule(rule),
+                example,
+                self.optimizer,
+                self.loss,
+                checkpoint,
+            )
+        return peaks
+
     def train(
         self,
         rule: str,
@@ -145,7 +157,7 @@ class PilotBench:
         seeds: Sequence[int],
         on_progress: OnProgress,
     ) -> TrainingFindings:
-        """Train under DP and ``rule``; see :func:`toolkit.plan.pilot_training.train`."""
+        """Train under DP and ``rule``; see :func:`toolkit.plan.pilot_training.train_by`."""
         schedules = {name: self.schedule(name) for name in ("DP", rule)}
         return train_by(self.runtime, schedules, data, n_steps, seeds, on_progress)
 

@@ -42,21 +42,7 @@ def train_by(
         seeds: one for each run of a rule.
         on_progress: called before each run.
     """
-    runs: dict[str, list[_Run]] = {rule: [] for rule in rules}
-    for seed_index, seed in enumerate(seeds):
-        for rule_index, (rule, schedule) in enumerate(rules.items()):
-            done_share = (seed_index * len(rules) + rule_index) / (
-                len(rules) * len(seeds)
-            )
-            on_progress(f"training {rule}, seed {seed}", done_share)
-            # Diagnostics cost time, so only the first run of the second rule measures how far
-            # delayed gradients are from fresh ones.
-            diagnostics_interval = 0
-            if (seed_index, rule_index) == (0, 1):
-                diagnostics_interval = max(1, n_steps // 4)
-            runtime = make(seed, schedule, diagnostics_interval)
-            runs[rule].append(_run(runtime, data, n_steps, seed))
-    on_progress("training", 1.0)
+    runs = _train_runs(make, rules, data, n_steps, seeds, on_progress)
     base_runs, late_runs = runs.values()
     late_rule = [*rules][-1]
     labels = torch.cat([labels.flatten() for _, labels in data.test()])
@@ -92,6 +78,32 @@ def train_by(
         diverged=tuple(diverged_rules),
         cosine=min(late_cosines, default=nan),
     )
+
+
+def _train_runs(
+    make: Callable[[int, Schedule, int], SingleProcess],
+    rules: Mapping[str, Schedule],
+    data: Data,
+    n_steps: int,
+    seeds: Sequence[int],
+    on_progress: OnProgress,
+) -> dict[str, list["_Run"]]:
+    """Return the runs of each rule, one for each seed; arguments as of :func:`train_by`."""
+    runs: dict[str, list[_Run]] = {rule: [] for rule in rules}
+    n_runs = len(rules) * len(seeds)
+    for seed_index, seed in enumerate(seeds):
+        for rule_index, (rule, schedule) in enumerate(rules.items()):
+            n_done = seed_index * len(rules) + rule_index
+            on_progress(f"training {rule}, seed {seed}", n_done / n_runs)
+            # Diagnostics cost time, so only the first run of the second rule measures how far
+            # delayed gradients are from fresh ones.
+            diagnostics_interval = 0
+            if (seed_index, rule_index) == (0, 1):
+                diagnostics_interval = max(1, n_steps // 4)
+            runtime = make(seed, schedule, diagnostics_interval)
+            runs[rule].append(_run(runtime, data, n_steps, seed))
+    on_progress("training", 1.0)
+    return runs
 
 
 def _is_better_than_a_guess(

@@ -51,6 +51,32 @@ def search(
         check_seconds("step_seconds", step_seconds)
     # The result is simulated after the search, within the seconds.
     search_seconds = seconds - space.least_seconds(seconds) / 2
+    result = _search_within_memory(
+        space,
+        search_seconds,
+        exact=exact,
+        catalogue=catalogue,
+        seed=seed,
+        progress=progress,
+    )
+    if step_seconds is not None and result.seconds > step_seconds * (1 + TIE):
+        raise UserError(_too_slow(space, result, step_seconds, seconds))
+    return result
+
+
+def _search_within_memory(
+    space: SearchSpace,
+    search_seconds: float,
+    *,
+    exact: bool | None,
+    catalogue: bool,
+    seed: int,
+    progress: OnSearch | None,
+) -> SearchResult:
+    """Search for orders; again with less room while they take too much memory in the simulator.
+
+    The search counts memory a little less exactly than the simulator, which decides.
+    """
     end = time.monotonic() + search_seconds
     placements = space.first_placements()
     room = [*space.limits]
@@ -84,10 +110,7 @@ def search(
     # The annealing's bound is of one placement. On any placement only the load bound holds.
     if space.placement_is_free:
         bound = space.load_bound()
-    result = space.result(schedule, timeline, problem.placement, bound, n_tried)
-    if step_seconds is not None and result.seconds > step_seconds * (1 + TIE):
-        raise UserError(_too_slow(space, result, bound, step_seconds, seconds))
-    return result
+    return space.result(schedule, timeline, problem.placement, bound, n_tried)
 
 
 def _excess_bytes(space: SearchSpace, timeline: Timeline) -> list[float]:
@@ -112,11 +135,7 @@ def _ranks_in_conflict(
 
 
 def _too_slow(
-    space: SearchSpace,
-    result: SearchResult,
-    bound: float,
-    step_seconds: float,
-    seconds: float,
+    space: SearchSpace, result: SearchResult, step_seconds: float, seconds: float
 ) -> str:
     """Return the reason why no step is as short as ``step_seconds``."""
     fastest = f"the fastest orders that were found take {result.seconds:.4g} s"
@@ -126,7 +145,7 @@ def _too_slow(
     if ranks is None:
         return (
             f"no orders of {step_seconds:.4g} s a step: {fastest},"
-            f" and none less than {bound:.4g} s"
+            f" and none less than {result.bound:.4g} s"
         )
     if not ranks:
         return f"no orders take {step_seconds:.4g} s a step in any memory: {fastest}"
