@@ -21,7 +21,7 @@ from toolkit.plan import (
     pilot,
 )
 from toolkit.plan.candidates import Candidate
-from toolkit.plan.pilot import _corrected, _model_maker
+from toolkit.plan.pilot import _corrected
 from toolkit.schedule import ScheduleSpec
 from toolkit.training.data import Datasets, Tokens, synthetic
 
@@ -308,14 +308,6 @@ def test_a_training_whose_loss_is_0():
     options = PilotOptions(batch=4, steps=6, seeds=1)
     trained = pilot(net(1), pairs(IMAGES, alike, 1), 2, options=options).training
     assert (trained.loss_ratio, trained.highest, trained.diverged) == (1, 1, ())
-
-
-def test_a_function_draws_weights_for_every_seed():
-    make, _ = _model_maker(net)
-    drawn = torch.get_rng_state()
-    first, again, other = (make(seed)[0].weight for seed in (0, 0, 1))
-    assert (torch.equal(first, again), torch.equal(first, other)) == (True, False)
-    assert torch.equal(drawn, torch.get_rng_state())
 
 
 def test_a_model_that_cannot_be_cut():

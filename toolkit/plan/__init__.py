@@ -9,7 +9,8 @@ from toolkit.plan.offsets import Staggered, best_offsets
 from toolkit.plan.one_device import LeastPeak, least_peak
 from toolkit.plan.pilot import PilotOptions, pilot
 from toolkit.plan.plan_options import PlanOptions
-from toolkit.plan.planner import Plan, plan
+from toolkit.plan.plan_result import Plan
+from toolkit.plan.planner import plan
 from toolkit.plan.predictions import Limits, Prediction
 from toolkit.plan.search import search
 from toolkit.plan.search_space import SearchResult, SearchSpace

@@ -11,7 +11,8 @@ from toolkit.errors import UserError
 from toolkit.plan.candidates import Candidate
 from toolkit.plan.measure import OnProgress
 from toolkit.plan.plan_options import DEFAULT_PLAN_OPTIONS, PlanOptions
-from toolkit.plan.planner import Plan, choose_plan, new_sweep, rank_numbers
+from toolkit.plan.plan_result import Plan
+from toolkit.plan.planner import choose_plan, new_sweep, rank_numbers
 
 _COMMAND_OPTIONS = "model.target=MY_PACKAGE.MY_MODEL data=MY_DATA"
 

@@ -1,22 +1,20 @@
 """A pilot: measure a small run of the user's model, predict the user's machines, and advise."""
 
 import time
-from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
 import torch
-from torch import Tensor, nn
 
 from toolkit.cost import Hardware
 from toolkit.cost.hardware import check_hardware
 from toolkit.errors import UserError, check_choice, whole
-from toolkit.model import InputSpec, Stages, partition
 from toolkit.plan.candidates import Candidate, data_options, late_methods
 from toolkit.plan.findings import PILOT_PLACEMENTS, Pilot
-from toolkit.plan.measure import Data, OnProgress
+from toolkit.plan.measure import OnProgress
+from toolkit.plan.model_cut import Model, ModelCut, cut_model
 from toolkit.plan.pilot_bench import PilotBench
 from toolkit.plan.pilot_training import NORM_BATCHES
 from toolkit.plan.stability import largest_stable_rate
@@ -25,10 +23,8 @@ from toolkit.runtime.make_optimizer import MakeOptimizer
 from toolkit.runtime.step_options import Loss
 from toolkit.schedule import ScheduleSpec
 from toolkit.schedule.catalog import METHODS
-from toolkit.training.data import Batch
 from toolkit.training.evaluation import cross_entropy
 
-Model = nn.Module | Callable[[], nn.Module]
 COMPUTE = ("measured", "roofline")
 ETHERNET = Hardware(
     "devices as this one, 10 Gbit/s links",
@@ -39,6 +35,9 @@ ETHERNET = Hardware(
 )
 _MOMENTUM = 0.9
 _RATE = 0.05
+_DEFAULT_OPTIMIZER = partial(
+    torch.optim.SGD, lr=_RATE, momentum=_MOMENTUM, nesterov=True
+)
 _STEPS = range(10, 301)  # training steps of a short training
 
 
@@ -130,42 +129,58 @@ def pilot(
     start = time.perf_counter()
     n_workers = whole(n_workers, "n_workers", 2)
     plain_candidate = _plain_candidate(n_workers, options, candidate)
-    placement = options.placement
-    if candidate is not None:
-        placement = candidate.schedule.layout.name
 
     # 1. Cut the model into stages.
-    model_cut = _cut_model(model, samples, plain_candidate, on_progress)
-    findings = model_cut.findings(plain_candidate, placement, options)
-    if command_options:
-        findings = replace(findings, command_options=command_options)
+    model_cut = cut_model(model, samples, plain_candidate, on_progress)
+    findings = _without_rules(model_cut, plain_candidate, options, command_options)
+    if candidate is not None:
+        findings = replace(findings, placement=candidate.schedule.layout.name)
     if model_cut.n_stages < 2:
         return replace(findings, untrained="the model cannot be cut into stages")
 
     # 2. Choose the rules, and the corrections of their late weights.
-    plain_spec = replace(plain_candidate.spec, stages=model_cut.n_stages)
-    candidates = _rules_to_compare(
-        replace(plain_candidate, spec=plain_spec), placement, candidate
+    rules = _rules_to_compare(
+        plain_candidate, model_cut.n_stages, findings.placement, candidate
     )
-    optimizer = options.optimizer
-    if optimizer is None:
+    optimizer = options.optimizer or _DEFAULT_OPTIMIZER
+    if options.optimizer is None:
         # Without an optimizer of the user's, late weights get the corrections that keep SGD stable.
-        optimizer = partial(
-            torch.optim.SGD, lr=_RATE, momentum=_MOMENTUM, nesterov=True
-        )
-        candidates = {
-            rule: _corrected(candidate) for rule, candidate in candidates.items()
-        }
+        rules = {rule: _corrected(candidate) for rule, candidate in rules.items()}
         findings = _with_default_optimizer(findings)
 
     # 3. Measure them here, predict the machines, and train two of them.
     bench = PilotBench(
-        model_cut.make_model, model_cut.stages, candidates, optimizer, options.loss
+        model_cut.make_model, model_cut.stages, rules, optimizer, options.loss
     )
     findings = _measure_and_train(
         bench, findings, model_cut, options, start, on_progress
     )
     return replace(findings, seconds=time.perf_counter() - start)
+
+
+def _without_rules(
+    model_cut: ModelCut,
+    plain_candidate: Candidate,
+    options: PilotOptions,
+    command_options: str,
+) -> Pilot:
+    """Return the findings of a pilot before any rule is measured."""
+    form = model_cut.data.samples.form
+    if not command_options:
+        target = model_cut.target or "MY_PACKAGE.MY_MODEL"
+        command_options = f"model.target={target} {data_options(form, own=True)}"
+    return Pilot(
+        n_workers=plain_candidate.spec.microbatches,
+        n_stages=model_cut.n_stages,
+        batch=plain_candidate.batch,
+        placement=options.placement,
+        device=describe(model_cut.device),
+        hardware=options.hardware or _machines_like(model_cut.device),
+        compute=options.compute,
+        rules=(),
+        command_options=command_options,
+        form=form,
+    )
 
 
 def _with_default_optimizer(findings: Pilot) -> Pilot:
@@ -190,84 +205,10 @@ def _plain_candidate(
     )
 
 
-@dataclass(frozen=True)
-class _ModelCut:
-    """The user's model in stages, and the samples that it takes.
-
-    Attributes:
-        make_model: makes the model of a seed.
-        target: the model's name on a command line; empty if it has none.
-        stages: of the first model.
-        n_stages: 1 if the model cannot be cut.
-        data: samples on the model's device.
-        example: inputs and targets of a training step.
-    """
-
-    make_model: Callable[[int], nn.Module]
-    target: str
-    stages: Stages
-    n_stages: int
-    data: Data
-    example: Batch
-
-    @property
-    def device(self) -> torch.device:
-        """The model's device."""
-        return self.data.device
-
-    def findings(
-        self, plain_candidate: Candidate, placement: str, options: PilotOptions
-    ) -> Pilot:
-        """Return findings without rules."""
-        target = self.target or "MY_PACKAGE.MY_MODEL"
-        form = self.data.samples.form
-        return Pilot(
-            n_workers=plain_candidate.spec.microbatches,
-            n_stages=self.n_stages,
-            batch=plain_candidate.batch,
-            placement=placement,
-            device=describe(self.device),
-            hardware=options.hardware or _machines_like(self.device),
-            compute=options.compute,
-            rules=(),
-            command_options=f"model.target={target} {data_options(form, own=True)}",
-            form=form,
-        )
-
-
-def _cut_model(
-    model: Model, samples: Any, plain_candidate: Candidate, on_progress: OnProgress
-) -> _ModelCut:
-    """Cut a model into the stages of a candidate, or the most possible."""
-    make_model, target = _model_maker(model)
-    first_model = make_model(0)
-    trained_weights = [
-        weights for weights in first_model.parameters() if weights.requires_grad
-    ]
-    if not trained_weights:
-        raise UserError(
-            f"{type(first_model).__name__} has no parameter that requires a gradient"
-        )
-    batch = plain_candidate.batch
-    device = trained_weights[0].device
-    step_batch = plain_candidate.spec.microbatches * batch
-    data = Data(samples, step_batch, device, trained_weights[0].dtype)
-    example = next(data.train(0))
-    on_progress("cutting the model", 0.0)
-
-    inputs, answers = example
-    max_stages = plain_candidate.spec.stages
-    stages, n_stages = _cut(
-        first_model, max_stages, inputs[:batch], plain_candidate.partition
-    )
-    _check_output(stages.output.shape, answers[:batch].shape, samples.form)
-    return _ModelCut(make_model, target, stages, n_stages, data, example)
-
-
 def _measure_and_train(
     bench: PilotBench,
     findings: Pilot,
-    model_cut: _ModelCut,
+    model_cut: ModelCut,
     options: PilotOptions,
     start: float,
     on_progress: OnProgress,
@@ -309,17 +250,6 @@ def _measure_and_train(
         return replace(findings, training=training)
 
 
-def _check_output(
-    output_shape: Sequence[int], answer_shape: Sequence[int], form: InputSpec
-) -> None:
-    """Raise UserError unless the model gives a number for each class of each answer."""
-    if [*output_shape[:-1]] != [*answer_shape] or output_shape[-1] < form.n_classes:
-        raise UserError(
-            f"the model's output for {answer_shape[0]} {form.samples} of {form.n_classes} classes"
-            f" has shape {list(output_shape)}: expected {[*answer_shape, form.n_classes]} or wider"
-        )
-
-
 def _machines_like(device: torch.device) -> Hardware:
     """Return machines of devices like this one, with links of 10 Gbit/s."""
     if device.type != "cuda":
@@ -339,13 +269,18 @@ def _affordable_steps(findings: Pilot, seconds_left: float, n_seeds: int) -> int
 
 
 def _rules_to_compare(
-    plain_candidate: Candidate, placement: str, late_candidate: Candidate | None
+    plain_candidate: Candidate,
+    n_stages: int,
+    placement: str,
+    late_candidate: Candidate | None,
 ) -> dict[str, Candidate]:
     """Return the rules to compare, DP first: with the late candidate, or with CDP of its sizes.
 
     In a pipeline DP runs as the first pipeline of the catalogue, GPipe.
     """
-    dp_spec = replace(plain_candidate.spec, placement=placement)
+    # The model may have been cut into fewer stages than were asked for.
+    plain_spec = replace(plain_candidate.spec, stages=n_stages)
+    dp_spec = replace(plain_spec, placement=placement)
     baseline_spec = dp_spec
     if late_candidate is not None:
         late_spec = late_candidate.spec
@@ -358,7 +293,7 @@ def _rules_to_compare(
         pipelines = [
             name for name, method in METHODS.items() if method.kind == "pipeline"
         ]
-        baseline_spec = replace(plain_candidate.spec, method=pipelines[0])
+        baseline_spec = replace(plain_spec, method=pipelines[0])
 
     if late_candidate is not None:
         late_rule = late_candidate.label.partition(",")[0]
@@ -390,50 +325,3 @@ def _corrected(candidate: Candidate) -> Candidate:
                 best_candidate = corrected_candidate
                 largest_rate = certificate.limit
     return best_candidate
-
-
-def _model_maker(model: Model) -> tuple[Callable[[int], nn.Module], str]:
-    """Return a function from a seed to the model, and its name on a command line."""
-    if isinstance(model, nn.Module):
-        return lambda seed: model, ""
-    if not callable(model):
-        raise UserError(
-            f"model is a torch.nn.Module, or a function that makes one: got {model!r}"
-        )
-
-    def make(seed: int) -> nn.Module:
-        with torch.random.fork_rng():
-            torch.manual_seed(seed)
-            new_model = model()
-        if not isinstance(new_model, nn.Module):
-            raise UserError(f"model() returns a torch.nn.Module: got {new_model!r}")
-        return new_model
-
-    module = getattr(model, "__module__", "")
-    name = getattr(model, "__qualname__", "")
-    # It cannot be imported.
-    if not module or module == "__main__" or not name or "<" in name:
-        return make, ""
-    return make, f"{module}.{name}"
-
-
-def _cut(
-    model: nn.Module, max_stages: int, example: Tensor, partition_by: str
-) -> tuple[Stages, int]:
-    """Cut into ``max_stages``, or the most possible; at least two stages must train."""
-    # Raises if the model cannot be traced, or mixes samples.
-    uncut_stages = partition(model, 1, example)
-    # The most stages first: fewer of them leave less to stagger.
-    for n_stages in range(max_stages, 1, -1):
-        try:
-            stages = partition(model, n_stages, example, partition_by, check=False)
-        except ValueError:
-            continue
-        if sum(map(_trains, stages)) > 1:
-            return stages, n_stages
-    return uncut_stages, 1
-
-
-def _trains(stage: nn.Module) -> bool:
-    """Whether a stage has weights that train."""
-    return any(weights.requires_grad for weights in stage.parameters())
