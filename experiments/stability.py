@@ -167,7 +167,7 @@ def compare_with_tuned(
 
     from toolkit.figures import save
     from toolkit.figures import tuned_rates as draw
-    from toolkit.results.runs import rebuild_schedule
+    from toolkit.results.run_schedule import rebuild_schedule
 
     runs = tuned_rates.tuned_runs(config.tuned)
     curvature_value: float | None = None

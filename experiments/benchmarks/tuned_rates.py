@@ -16,7 +16,8 @@ from typing import Any
 from toolkit.errors import UserError
 from toolkit.plan.stability import coupling_of, largest_stable_rate
 from toolkit.results.run_files import DELAYS_FILE
-from toolkit.results.runs import Run, read_runs, rebuild_schedule
+from toolkit.results.run_schedule import rebuild_schedule
+from toolkit.results.runs import Run, read_runs
 from toolkit.schedule import labels
 
 Row = dict[str, Any]

@@ -8,7 +8,8 @@ import pytest
 from tests.results import folders
 from toolkit.errors import UserError
 from toolkit.results import collect, learning_curves
-from toolkit.results.runs import read_runs, rebuild_schedule
+from toolkit.results.run_schedule import rebuild_schedule
+from toolkit.results.runs import read_runs
 
 CYCLIC = "toolkit.schedule.catalog.cyclic"
 

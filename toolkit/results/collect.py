@@ -9,7 +9,8 @@ from typing import TYPE_CHECKING, Any
 
 from toolkit.files import CONSOLE
 from toolkit.options import AROUND, INDIFFERENT, differing, flat, without
-from toolkit.results.runs import Run, read_runs, rebuild_schedule
+from toolkit.results.run_schedule import rebuild_schedule
+from toolkit.results.runs import Run, read_runs
 
 if TYPE_CHECKING:
     import pandas as pd

@@ -30,7 +30,7 @@ from toolkit.results.run_files import (
     has_checkpoint,
 )
 from toolkit.results.run_recorder import RunRecorder
-from toolkit.results.runs import DIGEST
+from toolkit.results.run_schedule import DIGEST
 from toolkit.results.wandb_run import group_of
 from toolkit.runtime import World
 from toolkit.torchrun import is_rank_zero, restarted

@@ -141,8 +141,7 @@ def train_in_parallel(
     """
     waiting = deque(keys)
     running: dict[int, Key] = {}  # by process
-    stopped: list[_Stopped] = []
-    failed: list[_Failed] = []
+    unfinished: list[_Stopped | _Failed] = []
     n_epochs = options["epochs"]
     with (
         ParallelProgress(len(keys), n_epochs * len(keys)) as progress,
@@ -155,33 +154,61 @@ def train_in_parallel(
             for process, message in processes.reports():
                 if isinstance(message, _Ready):
                     key = None
-                    if waiting and not (signals.number or stopped or failed):
+                    if waiting and not (signals.number or unfinished):
                         key = waiting.popleft()
+                        # From here on a signal is passed on to the process.
                         running[process] = key
                         # Made by this process, not the one that trains: keep_runs, which runs here,
                         # removes empty folders, and would remove this one at the wrong moment.
                         prepare_folder(folder, *key)
-                    processes.send(key, [process])  # None ends the process
+                    # None ends the process.
+                    processes.send(key, [process])
                 elif isinstance(message, _Trained):
                     progress.trained(running[process], message.epochs)
                 elif isinstance(message, _Ended):
                     progress.ended(running.pop(process), n_epochs, message.note)
                     yield message.run
-                elif isinstance(message, _Stopped):
+                elif isinstance(message, _Stopped | _Failed):
                     del running[process]
-                    stopped.append(message)
-                    # The signal went to that process alone: the others save their runs too.
-                    if not signals.number:
-                        _signal(processes, running, message.number)
-                elif isinstance(message, _Failed):
-                    del running[process]
-                    failed.append(message)
-                    # The other runs are saved before the error is raised.
-                    _signal(processes, running, signal.SIGTERM)
-    if failed:
-        raise failed[0].error
-    number = signals.number or next((message.number for message in stopped), 0)
-    if number and (waiting or stopped):
+                    unfinished.append(message)
+                    _stop_others(message, processes, running, signals)
+    _check_all_ended(unfinished, signals.number, n_waiting=len(waiting))
+
+
+def _stop_others(
+    message: _Stopped | _Failed,
+    processes: Processes,
+    running: Collection[int],
+    signals: Signals,
+) -> None:
+    """Have the other runs saved, after one has stopped or failed."""
+    if isinstance(message, _Failed):
+        # The other runs are saved before the error is raised.
+        _signal(processes, running, signal.SIGTERM)
+    elif not signals.number:
+        # The signal went to that process alone, and the others have not had it.
+        _signal(processes, running, message.number)
+
+
+def _check_all_ended(
+    unfinished: Sequence[_Stopped | _Failed], number: int, n_waiting: int
+) -> None:
+    """Raise the error of a run that has failed, or StoppedError if a signal has ended one.
+
+    Args:
+        unfinished: reports of the runs that have not reached their end.
+        number: of the signal to this process; 0: none.
+        n_waiting: runs that have not begun.
+    """
+    stopped = []
+    for message in unfinished:
+        if isinstance(message, _Failed):
+            raise message.error
+        stopped.append(message)
+    if not number and stopped:
+        number = stopped[0].number
+    # A signal that came when all runs had ended has stopped nothing.
+    if number and (n_waiting or stopped):
         raise StoppedError(number, saved=all(message.saved for message in stopped))
 
 

@@ -8,7 +8,7 @@ from toolkit.errors import UserError, first_line
 from toolkit.format import rank_cells, staleness_cells
 from toolkit.results.collect import Tasks, each_group
 from toolkit.results.report_page import Block, Figure, Table, Text
-from toolkit.results.runs import rebuild_schedule
+from toolkit.results.run_schedule import rebuild_schedule
 
 if TYPE_CHECKING:
     from toolkit.schedule import Schedule

@@ -4,14 +4,12 @@ import json
 import os
 import re
 from collections.abc import Mapping, Sequence
-from contextlib import suppress
 from dataclasses import dataclass, field, replace
-from math import isfinite, isnan, nan, prod
+from math import isfinite, isnan, nan
 from pathlib import Path
 from typing import Any
 
-from toolkit.errors import UserError, first_line
-from toolkit.files import check_regular
+from toolkit.errors import UserError
 from toolkit.metric import ACCURACY, LOSS, Metric
 from toolkit.options import RESUMED_OTHERWISE, with_own
 from toolkit.results import record
@@ -24,11 +22,7 @@ from toolkit.results.record import (
     per_cent,
 )
 from toolkit.results.run_files import EPOCHS_FILE, OPTIONS_FILE, STATUS, resumable_in
-from toolkit.schedule import Schedule, ScheduleSpec
-from toolkit.schedule.plain_options import is_of_catalogue
-
-DIGEST = "file_sha256"
-"""Option of a rule in the ``runs.yaml`` of a comparison: digest of its file of rank orders."""
+from toolkit.results.run_schedule import schedule_name
 
 MESSAGES = {
     "finished": "",
@@ -44,7 +38,6 @@ _SCRIPT = re.compile(r"(?:^|[\s/])(?:(\w+)\.py\b|(?:cyclic-dp|-m toolkit) (\w+))
 _INTERPOLATION = re.compile(r'"\$\{(\w+)\}"')
 _LANGUAGE_DATA = ("toolkit.training.data.text", "toolkit.training.data.token_files")
 _MOST_SEEDS = 10_000  # of a comparison
-_MOST_OPS = 1_000_000  # of a schedule
 
 
 @dataclass(frozen=True)
@@ -257,12 +250,7 @@ def _comparison_runs(comparison: Run, result: PlainRow) -> list[Run]:
     """
     config = comparison.config
     folder = comparison.folder
-    has_ended = comparison.state == "finished"
-    if has_ended and not (folder / EPOCHS_FILE).exists():
-        raise DamagedError(f"there is no {EPOCHS_FILE}")
-    epochs: dict[tuple[str, int], list[Numbers]] = {}
-    for row in record.read_csv(folder / EPOCHS_FILE, words=("rule",)):
-        epochs.setdefault((row.pop("rule"), row.pop("seed")), []).append(per_cent(row))
+    epochs = _epochs_of_runs(comparison)
     # Rules that a resumed comparison has left out are only in its file.
     saved_options = record.read_yaml(folder / OPTIONS_FILE)
     rules = (saved_options.get("rules") or {}) | (config.get("rules") or {})
@@ -281,7 +269,6 @@ def _comparison_runs(comparison: Run, result: PlainRow) -> list[Run]:
     delays = result.get("delays", ())
     # Runs are trained in this order, so the state of the comparison is that of the first unfinished
     # run. Those after it have not started.
-    # Of the first unfinished run.
     unfinished_state = comparison.state, comparison.message
     runs = []
     for rule, seed in dict.fromkeys([*_planned(comparison), *epochs]):
@@ -298,22 +285,40 @@ def _comparison_runs(comparison: Run, result: PlainRow) -> list[Run]:
             epochs=epochs.get((rule, seed), []),
             delays=[numbers_of(row) for row in delays if row.get("rule") == rule],
         )
-        diverged_epoch = _diverged_in(run.epochs)
-        if diverged_epoch is not None:
-            message = f"its loss diverged in epoch {diverged_epoch}"
-            run = replace(run, state="failed", message=message)
-        elif run.epochs and (has_ended or len(run.epochs) == config.get("epochs")):
-            run = replace(
-                run, state="finished", message="", metrics=dict(run.epochs[-1])
-            )
-        elif has_ended:
-            run = replace(run, state="unfinished", message=f"{EPOCHS_FILE} lacks it")
-        else:
+        ended_run = _ended_run(run, comparison)
+        if ended_run is None:
             state, message = unfinished_state
-            run = replace(run, state=state, message=message)
+            ended_run = replace(run, state=state, message=message)
             unfinished_state = "unfinished", "it has not started"
-        runs.append(run)
+        runs.append(ended_run)
     return runs or [comparison]
+
+
+def _epochs_of_runs(comparison: Run) -> dict[tuple[str, int], list[Numbers]]:
+    """Return the epochs of a comparison's runs, by rule and seed; accuracies in per cent."""
+    path = comparison.folder / EPOCHS_FILE
+    if comparison.state == "finished" and not path.exists():
+        raise DamagedError(f"there is no {EPOCHS_FILE}")
+    epochs: dict[tuple[str, int], list[Numbers]] = {}
+    for row in record.read_csv(path, words=("rule",)):
+        key = row.pop("rule"), row.pop("seed")
+        epochs.setdefault(key, []).append(per_cent(row))
+    return epochs
+
+
+def _ended_run(run: Run, comparison: Run) -> Run | None:
+    """Return a run of a comparison with its state, or None if it has not ended."""
+    comparison_has_ended = comparison.state == "finished"
+    has_all_epochs = len(run.epochs) == comparison.config.get("epochs")
+    diverged_epoch = _diverged_in(run.epochs)
+    if diverged_epoch is not None:
+        message = f"its loss diverged in epoch {diverged_epoch}"
+        return replace(run, state="failed", message=message)
+    if run.epochs and (comparison_has_ended or has_all_epochs):
+        return replace(run, state="finished", message="", metrics=dict(run.epochs[-1]))
+    if comparison_has_ended:
+        return replace(run, state="unfinished", message=f"{EPOCHS_FILE} lacks it")
+    return None
 
 
 def _planned(comparison: Run) -> list[tuple[str, int]]:
@@ -346,47 +351,3 @@ def _options_of(folder: Path) -> PlainRow:
             _INTERPOLATION.sub(lambda match: values.get(match[1], match[0]), text)
         )
     )
-
-
-def rebuild_schedule(options: Mapping[str, Any]) -> Schedule:
-    """Return the schedule that a run's options describe.
-
-    A result may come from anyone, so nothing that it names is imported, instantiated or resolved:
-    only a function of the catalogue is called, with plain values.
-
-    Args:
-        options: the group ``schedule`` of a configuration, or a rule of a comparison.
-
-    Raises:
-        UserError: they do not describe a schedule of this version.
-    """
-    if not is_of_catalogue(options):
-        raise UserError(
-            f"{options.get('_target_')!r} is not a schedule of the catalogue"
-        )
-    sizes = [
-        options.get(name) for name in ("n", "n_stages", "n_microbatches", "accumulate")
-    ]
-    # A result may come from anyone: sizes without a limit could fill memory before any check of the
-    # schedule.
-    n_ops = prod(size for size in sizes if isinstance(size, int) and size > 0)
-    if "${" in str(options) or n_ops > _MOST_OPS:
-        raise UserError("its options are not those of a schedule that has run")
-    config = {name: value for name, value in options.items() if name != DIGEST}
-    # Its name in runs before there were other corrections.
-    if config.pop("predict", False):
-        config["correction"] = "extrapolate"
-    try:
-        if config.get("file"):
-            check_regular(Path(config["file"]))
-        return ScheduleSpec.from_config(config).build()
-    except (OSError, TypeError, OverflowError) as error:
-        raise UserError(first_line(error)) from error
-
-
-def schedule_name(options: Any) -> str | None:
-    """Return the schedule's name, or None if ``options`` do not describe a schedule."""
-    if isinstance(options, dict):
-        with suppress(ValueError):
-            return rebuild_schedule(options).name
-    return None
