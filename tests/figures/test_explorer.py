@@ -19,7 +19,8 @@ from toolkit.cli.check_options import check_given
 from toolkit.cli.help import choices
 from toolkit.cost import UNIT, Hardware, StageCost, simulate, unit_costs
 from toolkit.figures.explorer import ScheduleSpec
-from toolkit.figures.explorer.inspection import analyse, predict, texts, verdict, waits
+from toolkit.figures.explorer.inspection import analyse, predict, verdict
+from toolkit.figures.explorer.op_texts import texts, waits
 from toolkit.figures.explorer.page import draw, frame_of, steps
 from toolkit.figures.explorer.picture import in_seconds, in_slots
 from toolkit.figures.explorer.site import site_page

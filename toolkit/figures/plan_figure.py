@@ -47,18 +47,7 @@ def plan_figure(
     with drawing((6.4, 3.6)) as figure:
         axes = figure.subplots()
         _scatter(axes, unit, beaten, s=6, color="#CCCCCC", label="other schedules")
-        dots = _scatter(
-            axes,
-            unit,
-            unbeaten,
-            s=30,
-            c=[row["staleness"] for row in unbeaten],
-            vmin=0,
-            vmax=1,
-            cmap="viridis_r",
-            zorder=3,
-            label="none is faster, smaller and fresher; number: its row",
-        )
+        dots = _draw_unbeaten(axes, unit, unbeaten)
         label = f"DDP, {baseline['ranks']} ranks"
         _scatter(
             axes,
@@ -70,16 +59,9 @@ def plan_figure(
             zorder=4,
             label=label,
         )
-        axes.set(yscale="log", xlabel="step time (ms)")
+        axes.set_xlabel("step time (ms)")
         axes.set_ylabel(f"memory of the fullest rank ({unit_name})")
-        logarithmic_axes: list[Axis] = [axes.yaxis]
-        if is_wide:
-            axes.set_xscale("log")
-            logarithmic_axes.append(axes.xaxis)
-        for axis in logarithmic_axes:
-            axis.set_major_locator(LogLocator(subs=(1, 2, 5)))
-            axis.set_major_formatter(StrMethodFormatter("{x:g}"))
-            axis.set_minor_formatter(NullFormatter())
+        _set_scales(axes, is_wide)
         if limit / unit < axes.get_ylim()[1]:
             axes.axhline(
                 limit / unit, color=BLACK, linewidth=0.8, linestyle="--", label="memory"
@@ -89,6 +71,35 @@ def plan_figure(
         figure.draw_without_rendering()  # positions in pixels are known from now on
         _number(axes, dots)
     return figure
+
+
+def _draw_unbeaten(axes: Axes, unit: float, rows: Sequence[Row]) -> PathCollection:
+    """Draw the predictions that no other beats, in the colour of their staleness."""
+    return _scatter(
+        axes,
+        unit,
+        rows,
+        s=30,
+        c=[row["staleness"] for row in rows],
+        vmin=0,
+        vmax=1,
+        cmap="viridis_r",
+        zorder=3,
+        label="none is faster, smaller and fresher; number: its row",
+    )
+
+
+def _set_scales(axes: Axes, is_wide: bool) -> None:
+    """Make memory logarithmic, and times too if they are wide apart; ticks at 1, 2, 5, 10, ..."""
+    axes.set_yscale("log")
+    logarithmic_axes: list[Axis] = [axes.yaxis]
+    if is_wide:
+        axes.set_xscale("log")
+        logarithmic_axes.append(axes.xaxis)
+    for axis in logarithmic_axes:
+        axis.set_major_locator(LogLocator(subs=(1, 2, 5)))
+        axis.set_major_formatter(StrMethodFormatter("{x:g}"))
+        axis.set_minor_formatter(NullFormatter())
 
 
 def _number(axes: Axes, dots: PathCollection) -> None:

@@ -9,7 +9,8 @@ from typing import Any, NamedTuple
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
 
 from toolkit.cost import Timeline
-from toolkit.figures.explorer.inspection import Analysis, texts, waits
+from toolkit.figures.explorer.inspection import Analysis
+from toolkit.figures.explorer.op_texts import texts, waits
 from toolkit.figures.explorer.picture import (
     Curve,
     Picture,

@@ -8,7 +8,8 @@ from typing import NamedTuple
 
 from toolkit.cost import Timeline
 from toolkit.cost.timeline import COMPUTE, SEND
-from toolkit.figures.explorer.inspection import Analysis, waits
+from toolkit.figures.explorer.inspection import Analysis
+from toolkit.figures.explorer.op_texts import waits
 from toolkit.figures.schedule_figure import cells
 from toolkit.format import RATES, TIMES, digits, duration, size, unit_for
 from toolkit.schedule import Instruction, Program

@@ -94,12 +94,7 @@ class Explorer(ui.VBox):
             )
         first = _chosen(schedule, stages, microbatches, options)
         second = _chosen(compare or "dp", first.stages, first.microbatches, {})
-        if (first.stages, first.microbatches) != (second.stages, second.microbatches):
-            raise UserError(
-                "schedules side by side have the same stages and micro-batches: got"
-                f" {first.stages} x {first.microbatches} and"
-                f" {second.stages} x {second.microbatches}"
-            )
+        _check_same_sizes(first, second)
         self._costs: dict[str, CostsOf] = {UNIFORM: _of_any_cut(unit_costs)}
         if costs is not None:
             self._costs[_GIVEN] = _of_any_cut(costs)
@@ -136,18 +131,20 @@ class Explorer(ui.VBox):
             self.partition,
             self.compare,
         )
-        super().__init__(
-            [
-                in_columns(*self.shared, min_width="250px"),
-                ui.HBox(self.columns, layout={"width": "100%", "grid_gap": "20px"}),
-                self.view,
-                in_columns(self.folder, ui.HBox(self.buttons), min_width="400px"),
-                self.status,
-            ]
-        )
+        super().__init__(self._rows())
         self.add_class("cdp-explorer")
         self._observe()
         self._redraw()
+
+    def _rows(self) -> list[ui.Widget]:
+        """Return the rows of the widget, from top to bottom."""
+        return [
+            in_columns(*self.shared, min_width="250px"),
+            ui.HBox(self.columns, layout={"width": "100%", "grid_gap": "20px"}),
+            self.view,
+            in_columns(self.folder, ui.HBox(self.buttons), min_width="400px"),
+            self.status,
+        ]
 
     def _make_size_and_cost_controls(
         self, first: ScheduleSpec, hardware: Hardware | None
@@ -326,6 +323,16 @@ class Explorer(ui.VBox):
             return analysis, form.timeline
         return analysis, predict(
             analysis, costs_of(schedule.n_stages, MEASURES[0]), machine
+        )
+
+
+def _check_same_sizes(first: ScheduleSpec, second: ScheduleSpec) -> None:
+    """Raise UserError unless both schedules have as many stages and micro-batches."""
+    if (first.stages, first.microbatches) != (second.stages, second.microbatches):
+        raise UserError(
+            "schedules side by side have the same stages and micro-batches: got"
+            f" {first.stages} x {first.microbatches} and"
+            f" {second.stages} x {second.microbatches}"
         )
 
 
