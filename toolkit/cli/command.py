@@ -167,7 +167,7 @@ class _CommandLine:
         self._verbose = _VERBOSE in os.environ
         self._status = 0
         self._continuation: str | None = None  # of a run that was interrupted
-        self._before = EarlierFolder()
+        self._earlier_folder = EarlierFolder()
 
     def execute(self) -> None:
         """Run the experiment or print help; exit unless all has succeeded."""
@@ -183,13 +183,7 @@ class _CommandLine:
                 # 1. Help needs no valid options of a resumed run.
                 arguments = flags_first(sys.argv[1:])
                 if parse(arguments).help:
-                    check_given(self._name, arguments)
-                    print(
-                        description(
-                            sys.modules[self._function.__module__].__doc__ or ""
-                        )
-                    )
-                    print(help_text(self._name, arguments))
+                    self._print_help(arguments)
                     return
 
                 # 2. A wrong option is refused before Hydra composes any configuration.
@@ -197,18 +191,8 @@ class _CommandLine:
                 arguments = flags_first(resume_arguments(arguments, self._name))
                 check_given(self._name, arguments)
 
-                # 3. Hydra reads the command line from sys.argv, and calls _job for each run.
-                options = sweeps.with_defaults(arguments)
-                if not is_rank_zero():
-                    # Every rank runs the command, but only the first may write to the run's folder.
-                    options += process.scratch_options()
-                Sweep.begin(options)
-                sys.argv[1:] = options
-                self._before = snapshot(options)
-                folder = str(conf())
-                hydra.main(
-                    version_base="1.3", config_path=folder, config_name=self._name
-                )(self._job)()
+                # 3. The run, or the runs of a sweep.
+                self._run_hydra(sweeps.with_defaults(arguments))
             except KeyboardInterrupt:
                 process.end_pool()
                 if is_rank_zero():
@@ -234,6 +218,26 @@ class _CommandLine:
                 status = max(status, EXIT_FAILED)
             if status:
                 sys.exit(status)
+
+    def _print_help(self, arguments: list[str]) -> None:
+        """Print the script's docstring, and its options with the values that are set."""
+        check_given(self._name, arguments)
+        docstring = sys.modules[self._function.__module__].__doc__ or ""
+        print(description(docstring))
+        print(help_text(self._name, arguments))
+
+    def _run_hydra(self, options: list[str]) -> None:
+        """Let Hydra read the options from sys.argv, and call :meth:`_job` for each run."""
+        if not is_rank_zero():
+            # Every rank runs the command, but only the first may write to the run's folder.
+            options += process.scratch_options()
+        Sweep.begin(options)
+        sys.argv[1:] = options
+        self._earlier_folder = snapshot(options)
+        run = hydra.main(
+            version_base="1.3", config_path=str(conf()), config_name=self._name
+        )
+        run(self._job)()
 
     def _job(self, config: DictConfig) -> float | None:
         """Execute one run; return its objective."""
@@ -361,8 +365,8 @@ class _CommandLine:
         )
         # After a bug the files stay, since they help to find it.
         if is_refusal:
-            restore(self._before)
-        is_new_folder = self._before.path is None
+            restore(self._earlier_folder)
+        is_new_folder = self._earlier_folder.path is None
         if is_new_folder and explain(error, self._name) is not None:
             discard(folder)
 

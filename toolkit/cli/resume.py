@@ -2,7 +2,7 @@
 
 import os
 import shlex
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -27,22 +27,14 @@ def resume_arguments(arguments: Sequence[str], experiment: str) -> list[str]:
     argument_of_option = {key_of(argument): argument for argument in arguments}
     if value_of(argument_of_option.get("resume", "resume=null")) == "null":
         return [*arguments]
-    name = value_of(argument_of_option["resume"])
-    folder = Path(name)
-    if not folder.is_dir():
-        # The shell may have left Hydra's quotes, which a path with commas or brackets needs.
-        folder = Path(unquoted(name))
-    if not folder.is_dir() or not name:
-        raise UserError(
-            f"resume={name} is not a folder: give the output directory of a run"
-        )
+    folder = _resumed_folder(value_of(argument_of_option["resume"]))
     # A sweep's folder has the folders of its runs, and no options of a run.
     options_of_sweep = sweep_options(folder)
     if options_of_sweep is not None:
         return _sweep_resumed(arguments, options_of_sweep, folder, experiment)
     if parse(arguments).multirun:
         raise UserError(f"resume={folder} is one run: leave out -m")
-    made_by_experiment, earlier_options, own_folder = _before(folder)
+    made_by_experiment, earlier_options, config_dir = _made_in(folder)
     if made_by_experiment != experiment:
         raise UserError(
             f"resume={folder} was made by another experiment: {started_by(made_by_experiment)}"
@@ -50,14 +42,54 @@ def resume_arguments(arguments: Sequence[str], experiment: str) -> list[str]:
         )
 
     # 2. Its options, without those that this command line replaces.
+    kept_options = _kept_options(earlier_options, argument_of_option)
+
+    # 3. This command line comes after them, since of an option that is set twice the last counts.
+    new_arguments = [argument for argument in arguments if key_of(argument) not in _OWN]
+    quoted_folder = quoted(str(folder))
+    if parse(arguments).config_dir:
+        config_dir = []
+    _check_trusted([*config_dir, *kept_options], arguments, experiment, folder)
+    return [
+        *config_dir,
+        *kept_options,
+        *new_arguments,
+        f"resume={quoted_folder}",
+        f"hydra.run.dir={quoted_folder}",
+    ]
+
+
+def _resumed_folder(name: str) -> Path:
+    """Return the folder that ``resume=NAME`` means; raise UserError if there is none."""
+    folder = Path(name)
+    if not folder.is_dir():
+        # The shell may have left Hydra's quotes, which a path with commas or brackets needs.
+        folder = Path(unquoted(name))
+    # Path("") is the current folder, which nobody has named.
+    if not folder.is_dir() or not name:
+        raise UserError(
+            f"resume={name} is not a folder: give the output directory of a run"
+        )
+    return folder
+
+
+def _kept_options(
+    earlier_options: Sequence[str], argument_of_option: Mapping[str, str]
+) -> list[str]:
+    """Return the options of an earlier command line that a new one does not replace.
+
+    Args:
+        earlier_options: options of the earlier command line.
+        argument_of_option: arguments of the new one, by the names of their options.
+    """
     replaced_options = {*argument_of_option, *_OWN}
-    replaced_options |= {
-        synonym for option, synonym in _SAME.items() if option in argument_of_option
-    }
-    # A rule that this command line leaves out.
-    replaced_options |= {
-        key.partition("@")[2] for key in argument_of_option if "@" in key
-    }
+    for option, synonym in _SAME.items():
+        if option in argument_of_option:
+            replaced_options.add(synonym)
+    for key in argument_of_option:
+        if "@" in key:
+            # schedule@rules.cdp_v1=... brings back a rule that ~rules.cdp_v1 has left out.
+            replaced_options.add(key.partition("@")[2])
     # Options of a choice, such as schedule.delay, go with it when another takes its place.
     changed_groups = {
         group
@@ -67,24 +99,10 @@ def resume_arguments(arguments: Sequence[str], experiment: str) -> list[str]:
     kept_options = []
     for option in earlier_options:
         group, separator, _ = key_of(option).partition(".")
-        if key_of(option) not in replaced_options and not (
-            separator and group in changed_groups
-        ):
+        belongs_to_changed_group = bool(separator) and group in changed_groups
+        if key_of(option) not in replaced_options and not belongs_to_changed_group:
             kept_options.append(option)
-
-    # 3. This command line comes after them, since of an option that is set twice the last counts.
-    new_arguments = [argument for argument in arguments if key_of(argument) not in _OWN]
-    quoted_folder = quoted(str(folder))
-    if parse(arguments).config_dir:
-        own_folder = []
-    _check_trusted([*own_folder, *kept_options], arguments, experiment, folder)
-    return [
-        *own_folder,
-        *kept_options,
-        *new_arguments,
-        f"resume={quoted_folder}",
-        f"hydra.run.dir={quoted_folder}",
-    ]
+    return kept_options
 
 
 def _check_trusted(
@@ -96,7 +114,7 @@ def _check_trusted(
         check_links(folder)
 
 
-def _before(folder: Path) -> tuple[str, list[str], list[str]]:
+def _made_in(folder: Path) -> tuple[str, list[str], list[str]]:
     """Return the experiment of a run, its options, and its ``--config-dir`` flag."""
     if not (folder / ".hydra").exists():
         command_of_result = _of_result(folder)

@@ -220,19 +220,7 @@ def settle_delays(
     Raises:
         UserError: no hardware is chosen, or the model cannot be analysed.
     """
-    schedule_options = [config.get("schedule")]
-    for group in ("rules", "also"):
-        schedule_options += (config.get(group) or {}).values()
-    affordable_options: list[tuple[DictConfig, dict[str, Any]]] = []
-    for options in schedule_options:
-        if not isinstance(options, DictConfig):
-            continue
-        delay: Any = options.get("delay")
-        # The word, or a mapping of ``within`` alone: other mappings describe random delays.
-        if delay == _AFFORDABLE:
-            affordable_options.append((options, {}))
-        elif isinstance(delay, DictConfig) and [*delay] == ["within"]:
-            affordable_options.append((options, plain(delay)))
+    affordable_options = _affordable_options(config)
     if not affordable_options:
         return
     if not config.get("hardware"):
@@ -267,3 +255,24 @@ def settle_delays(
             schedule, costs, hardware, optimizer_bytes=optimizer_bytes, **limit
         )
         options.delay = [[*row] for row in delay_matrix]
+
+
+def _affordable_options(config: DictConfig) -> list[tuple[DictConfig, dict[str, Any]]]:
+    """Return the options of schedules with an affordable delay, and the limit of each.
+
+    The limit is ``{"within": SHARE}``, or empty for the usual share.
+    """
+    schedule_options = [config.get("schedule")]
+    for group in ("rules", "also"):
+        schedule_options += (config.get(group) or {}).values()
+    affordable_options: list[tuple[DictConfig, dict[str, Any]]] = []
+    for options in schedule_options:
+        if not isinstance(options, DictConfig):
+            continue
+        delay: Any = options.get("delay")
+        # The word, or a mapping of ``within`` alone: other mappings describe random delays.
+        if delay == _AFFORDABLE:
+            affordable_options.append((options, {}))
+        elif isinstance(delay, DictConfig) and [*delay] == ["within"]:
+            affordable_options.append((options, plain(delay)))
+    return affordable_options
