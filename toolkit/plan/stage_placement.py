@@ -61,7 +61,9 @@ def usual_placements(
         tuple(stage % n_ranks for stage in stages),
         tuple(to_and_fro[stage % (2 * n_ranks)] for stage in stages),
     ]
-    for rank_row in (in_turn, to_and_fro, in_turn * 2, to_and_fro[::-1]):
+    # Of two ranks these are 0 1, 0 1 1 0 and 0 1 0 1. Each entry gets a segment of stages, and all
+    # segments take about as long.
+    for rank_row in (in_turn, to_and_fro, in_turn * 2):
         if len(rank_row) <= len(stages):
             placements.append(_balanced(rank_row, stage_seconds, speeds))
     return [*dict.fromkeys(placements)]
@@ -123,7 +125,7 @@ def levelled(
     for _ in range(min(200 * n_stages, _MAX_LOOKS // n_stages)):
         stage = draw.randrange(n_stages)
         other_stage = draw.randrange(n_stages)
-        # Both stages on one rank, or exchanged.
+        # With `other_stage` as the source both run on its rank, with `stage` they change places.
         source = draw.choice((stage, other_stage))
         new_placement = [*best_placement]
         new_placement[stage] = best_placement[other_stage]
