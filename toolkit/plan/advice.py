@@ -95,6 +95,7 @@ def advise(pilot: "Pilot") -> Advice:
 def _decide(pilot: "Pilot") -> tuple[str, list[str]]:
     """Return the choice and its reasons; the first rule of :func:`advise` that applies decides."""
     training = pilot.training
+    # 1. Nothing to stagger, or nothing to compare with.
     if pilot.n_stages < 2:
         return STAY, [
             "the model cannot be cut into two stages, so there is nothing to stagger: write it as"
@@ -106,6 +107,7 @@ def _decide(pilot: "Pilot") -> tuple[str, list[str]]:
             " the pilot again"
         ]
     late_rule = pilot.late
+    # 2. A loss of accuracy outweighs any gain.
     gain_reasons = gains(pilot, late_rule)
     remarks = _remarks(pilot)
     loss_reason = ""
@@ -125,6 +127,7 @@ def _decide(pilot: "Pilot") -> tuple[str, list[str]]:
                 "DP does not fit: checkpoint=all keeps almost no activations, but takes longer"
             )
         return STAY, reasons
+    # 3. Without a gain on the user's machines, late weights are a risk for nothing.
     if not gain_reasons:
         rules = " and ".join(rule.rule for rule in pilot.rules[1:])
         return STAY, [
@@ -135,6 +138,7 @@ def _decide(pilot: "Pilot") -> tuple[str, list[str]]:
     reasons = [*gain_reasons, *remarks, _accuracy(pilot)]
     if not late_rule.predicted.staleness:
         return ADOPT, reasons
+    # 4. A gain is adopted if the training would have shown a loss, and excludes a large one.
     # A training that learned nothing, or a test that all pass, excludes no loss.
     shows_accuracy = training and training.learned and not training.blind
     if shows_accuracy and training.difference.interval[0] >= -TOLERANCE:  # type: ignore[union-attr]
@@ -317,6 +321,7 @@ def _command(pilot: "Pilot", choice: str) -> str:
 def _comparison_command(late_candidate: Candidate, pilot: "Pilot") -> str:
     """Return a command that compares DP with the late candidate, over seeds."""
     name = late_candidate.spec.method
+    # ``schedule=cdp_v2 schedule.delay=1`` becomes ``rules.cdp_v2.delay=1``.
     # A comparison takes the options of a training, but as those of one of its rules.
     options = late_candidate.options().replace(f"schedule={name} ", "")
     options = options.replace("schedule.", f"rules.{name}.")

@@ -86,6 +86,7 @@ class CandidateSweep:
         self.on_progress = on_progress
         # Results come one by one, in the order of the tasks, whatever task ends first.
         self.pool = Parallel(jobs, return_as="generator")
+        # Recomputation is added when it is needed, so one analysis serves with and without it.
         self.costs: dict[StagesKey, Costs] = {}
         self.left_out: dict[int, str] = {}
         self.done: dict[Candidate, Prediction] = {}
@@ -206,6 +207,7 @@ class CandidateSweep:
 
     def near_methods(self) -> set[tuple[ScheduleSpec, str]]:
         """Return specs and compressions not much slower than the fastest with the same messages."""
+        # Within each compression: coarser messages are faster, but no rivals of exact ones.
         fastest: dict[str, float] = {}
         for candidate, prediction in self.done.items():
             seconds = fastest.get(candidate.compression, prediction.seconds)
@@ -264,6 +266,7 @@ class CandidateSweep:
             ),
         )
         orders_spec = ScheduleSpec.of(search_result.schedule)
+        # Its prediction competes with all others, and is made by the same simulator.
         searched_candidate = replace(fastest, spec=orders_spec)
         self._add(predictor.predict([searched_candidate], [costs]))
         return search_result

@@ -79,11 +79,13 @@ class Candidate:
             name = schedule.name
         # A delay that was searched for has no short name.
         if self.within is not None:
+            # It is a matrix. The schedule's own name would say only that it has one.
             name = f"CDP affordable {schedule.chains}"
         if method is not None and method.kind != "pipeline":
             placement = f" {schedule.placement}".replace("_", " ")
             name += placement.replace(" per microbatch", "")
         if self.partition == BUCKETS:
+            # The schedule is plain data parallelism; its messages are torch's buckets.
             name = name.replace("DP", "DDP", 1)
         return name
 
@@ -186,6 +188,7 @@ def of_microbatch(
         UserError: a training step of ``batch`` samples has no such micro-batches on all ranks.
     """
     if batch not in (n_rounds * n_ranks * samples for n_rounds in _ROUNDS):
+        # Other batches would have micro-batches of other sizes, whose costs nobody has measured.
         batches = [str(n_rounds * n_ranks * samples) for n_rounds in _ROUNDS]
         raise UserError(
             f"costs were measured with micro-batches of {samples}, so that a step on"
@@ -258,6 +261,7 @@ def _workers(
         ]
     chains = CHAINS if takes(method, "chains") else [None]
     rounds = _ROUNDS if takes(method, "accumulate") else [1]
+    # Twice the stages make messages half as large, and each worker's first one leaves earlier.
     for stages, n_rounds, chain_order, n_groups in product(
         (n_stages, 2 * n_stages), rounds, chains, groups
     ):
@@ -269,7 +273,12 @@ def _workers(
                 name, **pipeline_sizes(method, n_ranks, n_rounds * n_ranks)
             )
 
-    # Model parallelism takes a square or a triangle of ranks: the largest that there is.
+    # Model parallelism takes a square or a triangle of ranks: the largest that there is. n workers
+    # take n^2 ranks; staggered ones share those of late stages, and take n (n + 1) / 2:
+    #
+    #     stage 0   * * *           n (n + 1) / 2 <= n_ranks, so that n < sqrt(2 n_ranks)
+    #     stage 1   * *
+    #     stage 2   *
     for n_workers in reversed(range(2, isqrt(2 * n_ranks) + 1)):
         spec = ScheduleSpec(
             name, n_workers, n_workers, placement="per_stage_and_microbatch"

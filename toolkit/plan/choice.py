@@ -8,6 +8,7 @@ from toolkit.plan.candidates import Candidate
 from toolkit.plan.predictions import Prediction
 from toolkit.schedule.plain_options import options_of
 
+# A search simulates tens of delays, and a plan should not wait for it longer than for the rest.
 _MAX_DELAY_SEARCHES = 2
 _MAX_OPS_OF_SEARCH = 64
 """Stages times micro-batches of a schedule whose affordable delay is searched for, in seconds."""
@@ -38,6 +39,8 @@ def choose_prediction(
     cost_limit = (1 + NEGLIGIBLE) * min(map(cost, fitting))
     if baseline.fits and cost(baseline) <= cost_limit:
         return baseline
+    # Recomputation takes time for certain, memory decides what else fits on the ranks, and
+    # staleness is in the cost already: in this order.
     near_predictions = [
         prediction for prediction in fitting if cost(prediction) <= cost_limit
     ]
@@ -65,6 +68,8 @@ def best_of_classes(
     """
     best_predictions: list[Prediction] = []
     for level in sorted({prediction.coarseness for prediction in predictions}):
+        # Coarser messages may cost accuracy. So a class is shown only if it gains time by them,
+        # over data parallelism with exact messages and over all finer classes.
         of_class = [
             prediction for prediction in predictions if prediction.coarseness == level
         ]
@@ -106,6 +111,8 @@ def worth_a_fresher_delay(predictions: Sequence[Prediction]) -> list[Candidate]:
         # A training finds its affordable delay by the costs of whole stages.
         if prediction.candidate.width > 1:
             continue
+        # A step of staleness is worth this share of the time. A fresher rival that costs no more
+        # than that leaves nothing to search for.
         near_seconds = (1 + STALENESS_PRICE) * prediction.seconds
         has_fresher_rival = any(
             rival.fits

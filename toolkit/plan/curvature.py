@@ -97,6 +97,7 @@ def largest_curvature(
     if not shares:
         return Curvature(estimate.value, estimate.error, n_products, {})
 
+    # The eigenvector is the sum of the basis vectors, each times its coefficient.
     # The basis is too large to keep, so that the same products are computed a second time.
     with _progress(_lanczos(product, start), n_products) as products:
         squares = _squared_norms(products, estimate.coefficients, parameters)
@@ -149,6 +150,8 @@ def _top_eigenvalue(
     for _, alpha, beta in progress_bar:
         diagonal.append(alpha)
         off_diagonal.append(beta)
+        # Ascending, so that the last one is the top eigenvalue. Rounding lets the basis lose its
+        # orthogonality; that only repeats eigenvalues which have converged, and changes none.
         values, vectors = torch.linalg.eigh(_tridiagonal(diagonal, off_diagonal))
         value = float(values[-1])
         # The residual norm of Lanczos' estimate: |beta| times the last entry of its eigenvector.
@@ -158,6 +161,8 @@ def _top_eigenvalue(
         converged = n_products > 2 and error <= tolerance * abs(value)
         if (
             converged
+            # beta is 0 if the basis spans all that H makes of the start: the estimate is then
+            # exact, and there is no next vector.
             or beta == 0
             or n_products >= _MAX_PRODUCTS
             or time.monotonic() >= end
@@ -190,6 +195,7 @@ def _lanczos(
     """Yield each vector of Lanczos' basis, its diagonal entry, and the next off-diagonal one."""
     scale = _dot(start, start) ** 0.5
     basis_vector = tuple(new / scale for new in start)
+    # Only two vectors of the basis are kept, whatever the number of products.
     previous_vector = tuple(map(torch.zeros_like, start))
     beta = 0.0
     while True:

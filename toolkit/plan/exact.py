@@ -98,7 +98,8 @@ def conflict(
     cp_model()  # raises before any bound decides
     end = time.monotonic() + seconds
     limited_ranks = [rank for rank, room in enumerate(problem.room) if isfinite(room)]
-    # Only if all limits together exclude such orders can some of them do so.
+    # Only if all limits together exclude such orders can some of them do so. This first proof gets
+    # half of the time, since it often shows that there is nothing to find.
     if not _is_impossible(problem, limited_ranks, step_seconds, seconds / 2):
         return None
     # Small sets come first, so the first that is proven impossible has the fewest ranks.
@@ -121,6 +122,8 @@ def _is_impossible(
         for rank, room_bytes in enumerate(problem.room)
     ]
     relaxed_problem = replace(problem, room=tuple(room))
+    # The bound of the loads is free; the solver takes seconds. Equal seconds may differ by
+    # rounding.
     if step_bound(relaxed_problem) > step_seconds * (1 + 1e-9):
         return True
     end = time.monotonic() + seconds
@@ -173,6 +176,7 @@ class _Model:
         self.horizon = n_microbatches * (sum(self.op_ticks) + sum(lags)) + sum(
             update_ticks
         )
+        # 1. Variables: the start of every op in the first training step, and the period.
         self.starts: list[list[Any]] = []
         for _ in self.op_ticks:
             self.starts.append([self.variable() for _ in range(n_microbatches)])
@@ -181,6 +185,7 @@ class _Model:
         )
         # Every op follows this one, directly or not, so no solution is lost if it starts at 0.
         self.cp.add(self.starts[0][0] == 0)
+        # 2. The order of the ops of a micro-batch, and of micro-batches in a chain.
         for chain, chain_needs in enumerate(problem.needs):
             # Micro-batches are alike, so each chain runs them in order. That removes equivalent
             # solutions.
@@ -194,6 +199,8 @@ class _Model:
                         needed_start + self.op_ticks[needed_chain] + self.ticks(lag)
                     )
                     self.cp.add(start >= arrival)
+        # 3. Each rank runs one op at a time, ends a step before it begins the next, and keeps to
+        # its room.
         for rank, chains in enumerate(problem.chains_of_rank):
             spans = {chain: self.spans(chain) for chain in chains}
             self.cp.add_no_overlap([*itertools.chain.from_iterable(spans.values())])
@@ -220,6 +227,10 @@ class _Model:
     def end_within_period(self, rank: int, stage: int, update_ticks: int) -> None:
         """Let the ops of a stage end before its rank, and its weights, begin the next step."""
         # A rank's first op is the first forward of its first stage.
+        # The steps of a rank repeat after a period, those of other ranks are shifted in time:
+        #
+        #     rank 0   |F F B B . .|F F B B . .|        a rank's ops are within its own period,
+        #     rank 1       |F B F B . .|F B F B         not within that of the first rank
         rank_start = self.starts[self.problem.chains_of_rank[rank][0]][0]
         chains = self.problem.chains(stage)
         for chain in chains:
@@ -232,6 +243,11 @@ class _Model:
         """Keep a rank to its room: workspace, waiting messages and activations are intervals."""
         problem = self.problem
         room = problem.room[rank]
+        # Each amount of bytes takes room for an interval of time:
+        #
+        #     message waits   arrival |=====|
+        #     workspace                     |F|            |B|
+        #     activations                   |================|     from F's start to the end of B
         byte_counts = [
             *problem.kept_bytes,
             *problem.workspace_bytes,

@@ -20,6 +20,8 @@ def list_schedule(problem: OrderProblem, keys: Sequence[float]) -> list[RankOrde
     ranks = range(problem.n_ranks)
     choices = [lists.next_op(rank) for rank in ranks]
     while True:
+        # Ops run in the order of their starts over all ranks, as in a simulation of events. So
+        # nothing that runs later can change what an op has found.
         start, chain, rank = min((*choices[rank], rank) for rank in ranks)
         if chain < 0:
             return lists.orders
@@ -77,11 +79,13 @@ class _Lists:
                 if needed_ends[microbatch] + lag > start:
                     start = needed_ends[microbatch] + lag
             else:
+                # All that the op needs has its place, so its start is known.
                 # Only a forward keeps more than before, so a backward always fits.
                 if chain % n_kinds or self._fits(rank, chain // n_kinds):
                     key = self.keys[chain] + microbatch * self.interval
                     candidates.append((key, start, chain))
                     earliest_start = min(earliest_start, start)
+        # A rank may wait this long for an op of a lower key, rather than run another one at once.
         latest_start = earliest_start + self.patience
         _, start, chain = min(
             (candidate for candidate in candidates if candidate[1] <= latest_start),

@@ -138,6 +138,7 @@ def step_times(
     """
     seconds: dict[str, list[float]] = {name: [] for name in runtimes}
     start = time.perf_counter()
+    # Rounds -2 and -1 are the warm-up: allocators and caches fill, and nothing is recorded.
     for round_number in range(-2, rounds):
         # Three rounds at least, so that their quartiles mean something.
         if round_number >= 3 and time.perf_counter() - start > budget:
@@ -155,6 +156,7 @@ def ratios(
     seconds: Sequence[float], baseline: Sequence[float]
 ) -> tuple[float, float, float]:
     """Return the quartiles of the round-by-round ratio of step times."""
+    # Round by round, since what disturbs the machine in a round disturbs both.
     by_round = [
         step_seconds / baseline_seconds
         for step_seconds, baseline_seconds in zip(seconds, baseline, strict=True)

@@ -167,6 +167,11 @@ def stage_curve(costs: Costs, hardware: Hardware) -> MemoryCurve:
     backward; an input, from the end of the stage before.
     """
     forward, backward = _starts(costs, hardware)
+    # What a stage keeps of a micro-batch:
+    #
+    #     ops              F ....... B
+    #     kept             |=========|      activations; of one that computes again, its input
+    #     computed again             |=|    then its activations, while its backward runs
     lifetimes: list[tuple[float, float, float]] = []  # start, end, bytes
     for stage, backward_seconds in enumerate(_backwards(costs, hardware)):
         cost = costs[stage]
@@ -184,6 +189,7 @@ def stage_curve(costs: Costs, hardware: Hardware) -> MemoryCurve:
         raise UserError(
             "stages take no time: give them seconds, or hardware that takes some"
         )
+    # Between two edges nothing changes, so what lives in the middle lives all the time.
     middles = (edges[1:] + edges[:-1]) / 2
     level_bytes = np.zeros(len(edges) - 1)
     for start, end, n_bytes in lifetimes:
@@ -245,6 +251,7 @@ class _Search:
         self.bins = n * -(-_BINS // n)  # so that uniform shifts are whole bins
         seconds = [cost.seconds(hardware) for cost in costs]
         self.forwards = [forward for forward, _ in seconds]
+        # A little more, so that rounding refuses no set of stages that takes just the budget.
         self.budget = extra_time * sum(map(sum, seconds)) * (1 + 1e-9)
         self.rows: dict[frozenset[int], NDArray[np.float64]] = {}
 
@@ -261,6 +268,7 @@ class _Search:
                 break
             best_bytes = peak_bytes
         # A bin counts the most of its time, so binned peaks may be too high: exact ones decide.
+        # Uniform shifts are the paper's, and nothing that is found may be worse.
         uniform = np.arange(self.n) / self.n
         offsets = shifts / self.bins
         curve = stage_curve(
@@ -316,6 +324,8 @@ class _Search:
         """Add, drop or exchange stages as long as that lowers the peak."""
         best_bytes = self.peak(chosen, shifts)
         while True:
+            # Exchanges matter: once the budget is spent, no stage can be added without dropping
+            # one.
             neighbours = [
                 neighbour for neighbour in self._around(chosen) if self._fits(neighbour)
             ]

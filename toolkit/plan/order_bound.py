@@ -43,6 +43,7 @@ def _bound_of_rank(problem: OrderProblem, rank: int) -> float:
 def _forward_seconds_in_room(problem: OrderProblem, rank: int) -> float:
     """Return the most seconds of forwards that fit into the room before the first backward."""
 
+    # A knapsack: the most seconds of forwards in this room, if forwards could be cut.
     # Forwards that need least room for their time come first.
     def bytes_a_second(stage: int) -> float:
         forward_seconds = problem.seconds[problem.chains(stage)[0]]
@@ -77,6 +78,8 @@ def _idle_after_last_forward(problem: OrderProblem, rank: int, stage: int) -> fl
 
 def _path_seconds(problem: OrderProblem, begin: int, end: int) -> float:
     """Return seconds from the start of one chain's op to the end of another's, without waiting."""
+    # The path has every chain after those that it needs, so one pass is enough. Chains that cannot
+    # be reached from `begin` stay at minus infinity.
     path_seconds = [-inf] * len(problem.seconds)
     path_seconds[begin] = problem.seconds[begin]
     for chain in problem.path:

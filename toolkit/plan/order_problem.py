@@ -113,6 +113,8 @@ class OrderProblem:
             for amount in (*self.seconds, *lags, *self.update_seconds)
             if amount > 0
         ]
+        # Times are often small multiples of each other, such as a backward of 1.5 forwards: a
+        # fraction of the least one then divides all of them, and nothing is rounded.
         for divisor in (1, 2, 3, 4, 6, 12):
             tick = min(amounts) / divisor
             n_ticks = [amount / tick for amount in amounts]
@@ -226,6 +228,8 @@ class OrderProblem:
         free_at = [0.0] * len(orders)
         positions = [0] * len(orders)
         ready_ranks = [*range(len(orders))]
+        # Ranks may run in any order here: an op starts when its rank is free and its needs have
+        # ended, whoever is examined first.
         while ready_ranks:
             rank = ready_ranks.pop()
             order = orders[rank]
@@ -235,6 +239,7 @@ class OrderProblem:
             while position < n_steps * length:
                 chain = order[position % length]
                 chain_ends = ends[chain]
+                # The micro-batch, counted over all steps: a chain runs its ops in order.
                 index = len(chain_ends)
                 for needed_chain, lag in needs[chain]:
                     needed_ends = ends[needed_chain]

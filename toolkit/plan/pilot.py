@@ -260,6 +260,8 @@ def _machines_like(device: torch.device) -> Hardware:
 
 def _affordable_steps(findings: Pilot, seconds_left: float, n_seeds: int) -> int:
     """Return the training steps that take about 80 % of the seconds left; 0 if they are few."""
+    # A seed trains DP and the late rule. At the end of each run norms settle by NORM_BATCHES
+    # forwards, which take at most as long as half as many steps.
     pair_seconds = findings.of("DP").seconds + findings.late.seconds
     # A fifth is left for evaluations, and for steps that take longer than measured.
     n_steps = int(0.8 * seconds_left / (n_seeds * pair_seconds)) - NORM_BATCHES // 2
@@ -313,6 +315,7 @@ def _corrected(candidate: Candidate) -> Candidate:
         return candidate
     best_candidate = candidate
     largest_rate = 0.0
+    # Without a correction first, so that of equal rates the plain rule stays.
     for correction in ("none", "extrapolate"):
         with suppress(UserError):  # sharded weights cannot be extrapolated
             spec = replace(candidate.spec, correction=correction)

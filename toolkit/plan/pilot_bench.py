@@ -167,6 +167,8 @@ def _predicted(
 ) -> list[Prediction]:
     """Predict a candidate with the measured costs, their least and most, and without messages."""
     seconds = [cost.seconds(predictor.hardware) for cost in costs]
+    # As measured, the fastest and the slowest; the prediction without messages comes last. `_speed`
+    # and the findings rely on this order.
     cost_variants = [costs]
     for factor in slack:
         scaled_costs = []
@@ -190,6 +192,7 @@ def _speed(
     rule_predictions: Sequence[Prediction], base_predictions: Sequence[Prediction]
 ) -> tuple[float, float, float]:
     """Return the least, middle and largest ratio of step times."""
+    # Costs scale alike for both rules, since they compute on the same devices.
     ratios = [
         rule_prediction.seconds / base_prediction.seconds
         for rule_prediction, base_prediction in zip(

@@ -54,6 +54,7 @@ def train_by(
         accuracies[rule] = tuple(run.accuracy for run in rule_runs)
         if any(run.diverged for run in rule_runs):
             diverged_rules.append(rule)
+    # Of all stages: the one whose gradient turns most decides.
     late_cosines = chain.from_iterable(run.cosines for run in late_runs)
     run_pairs = zip(late_runs, base_runs, strict=True)
     return TrainingFindings(
@@ -167,6 +168,7 @@ def _run(runtime: SingleProcess, data: Data, n_steps: int, seed: int) -> _Run:
         mean(losses[start : start + tenth_size])
         for start in range(0, len(losses) - tenth_size + 1, tenth_size)
     ]
+    # Tenths, since the loss of a single batch may be high by chance.
     diverged = not all(map(isfinite, losses)) or max(tenths) > _DIVERGED * losses[0]
     accuracy = 0.0
     if not diverged:

@@ -88,6 +88,8 @@ class Plan:
             baseline_failure = (
                 f", which takes {baseline_cost} and does not keep the limits"
             )
+        # Memory is compared with DDP of the same micro-batches and recomputation: these alone
+        # change it, and are no merit of the schedule.
         memory_words = f"{size(best_prediction.memory)} on the fullest rank"
         if self.ddp_alike is not None:
             memory_share = best_prediction.memory / self.ddp_alike.memory
@@ -145,6 +147,7 @@ class Plan:
         spec = candidate.spec
         is_pipeline = spec.family == "pipeline"
         has_stage_per_rank = schedule.n_stages == best_prediction.ranks
+        # A pilot says what fits in the memory of the hardware, so the plan's limit goes there.
         options = replace(options, hardware=self._hardware_within_limits())
         measure = partial(
             pilot,
@@ -153,11 +156,15 @@ class Plan:
             command_options=self.command_options,
             on_progress=on_progress,
         )
+        # The best is measured itself if it has late weights, or if it is a pipeline of the
+        # catalogue with a stage for each rank.
         if best_prediction.staleness or (
             is_pipeline and has_stage_per_rank and not spec.orders
         ):
             return measure(options=options, candidate=candidate)
 
+        # Otherwise the cyclic methods of its sizes are measured. One micro-batch leaves them
+        # nothing to stagger.
         n_workers = max(2, spec.microbatches)
         placement = schedule.layout.name
         if is_pipeline:

@@ -53,9 +53,11 @@ def plan(
         UserError: the model cannot be cut, workers' shares of the batch differ, an invalid number,
             or a width that the model or the machines cannot have.
     """
+    # 1. Refuse what cannot be planned at once, before minutes of simulation.
     sizes = rank_numbers(ranks, batch)
     # On the meta device analysis takes no memory, and the user's model is not touched.
     meta_model = meta_copy(model)
+    # Buckets depend on the parameters alone, so any example will do.
     n_buckets = len(Traced.of(meta_model, form.example(2, "meta")).cut_in_buckets())
     predictor = _predictor(hardware, options)
     widths = checked_widths(options, sizes[0], predictor, meta_model)
@@ -65,6 +67,7 @@ def plan(
     if not options.command_options:
         default_options = f"model.target=MY_PACKAGE.MY_MODEL {data_options(form)}"
         options = replace(options, command_options=default_options)
+    # 2. Analyse the stages, simulate the candidates, and choose.
     sweep = new_sweep(hardware, costs_of, options, on_progress)
     all_candidates = sweep.find_candidates(sizes, batch, n_buckets, widths=widths)
     return choose_plan(sweep, all_candidates, options)
@@ -108,13 +111,16 @@ def choose_plan(
 ) -> Plan:
     """Simulate all candidates that may be the best, and choose."""
     predictor = sweep.predictor
+    # 1. Plain stages of all methods, then other stages of the fast ones.
     all_candidates = with_compressions(all_candidates, options.compressions)
     _simulate_candidates(sweep, all_candidates)
-    # Only now is it known which schedules with late weights are fast enough to deserve a search.
+    # 2. Fresher delays. Only now is it known which schedules with late weights deserve a search.
     sweep.find_affordable_delays()
+    # 3. Rank orders that no method has. They compete with all predictions so far.
     searched = None
     if options.search_seconds > 0:
         searched = sweep.search_rank_orders(options.search_seconds)
+    # 4. The choice, and what it is compared with.
     baseline = _fastest_plain_cut(sweep, all_candidates[0])
     best_of_classes = sweep.confirm_choice(baseline)
     best_prediction = best_of_classes[0] if best_of_classes else None

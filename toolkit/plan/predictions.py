@@ -45,8 +45,9 @@ class Limits:
 class Prediction:
     """What a candidate takes in its steady state.
 
-    Predictions are compared by four criteria, of which less is better: time, memory, staleness and
-    ranks, in the order in which :func:`front` sorts by them.
+    Five criteria count, and less is better in each: ``seconds``, ``memory``, ``staleness``,
+    ``devices`` and ``coarseness``. For :meth:`dominates` and :func:`front` none of them is above
+    another; :func:`toolkit.plan.choice.choose_prediction` weighs them.
 
     Attributes:
         candidate: what is simulated.
@@ -167,6 +168,7 @@ class Predictor:
         activation_bytes = 0.0
         if schedule.layout.has_whole_models:
             activation_bytes = sum(kept_bytes)
+        # Of the weights one version counts: that is the least that a rank holds of them.
         rank_bytes = [activation_bytes] * n_ranks
         busy_seconds = 0.0
         for stage, cost in enumerate(costs):
@@ -220,6 +222,8 @@ class Predictor:
         sent_bytes: float,
     ) -> Prediction:
         staleness = candidate.schedule.mean_staleness
+        # Ranks may have memories of their own: the fullest rank may fit where a smaller one does
+        # not.
         fits = seconds <= self.limits.seconds and staleness <= self.limits.staleness
         for rank, n_bytes in enumerate(rank_bytes):
             fits &= n_bytes <= self.memory_of(rank)

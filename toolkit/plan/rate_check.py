@@ -91,6 +91,7 @@ def first_curvature(
 
 
 def _check(run: TrainingRun, on_activity: Callable[[str], None]) -> str | None:
+    # 1. Cases that the limits cover, and the rate to check.
     options = run.optimizer.param_groups[0]
     # The limits are derived for SGD with momentum; dampening and adaptive rates have others.
     if not isinstance(run.optimizer, torch.optim.SGD) or options["dampening"]:
@@ -103,6 +104,7 @@ def _check(run: TrainingRun, on_activity: Callable[[str], None]) -> str | None:
     # The highest rate of the schedule counts, which warm-up reaches late.
     rate = max(map(run.rate, range(0, n_steps, max(1, n_steps // _MOST_STEPS))))
     sgd_options = schedule, options["momentum"], options["nesterov"]
+    # 2. A first look at one micro-batch.
     on_activity("checking the learning rate: curvature of a micro-batch")
     # One micro-batch takes a fraction of the time, and settles it for most rates.
     first_estimate = first_curvature(run, 1, tolerance=_TOLERANCE, seconds=_SECONDS)
@@ -111,6 +113,8 @@ def _check(run: TrainingRun, on_activity: Callable[[str], None]) -> str | None:
         or Recurrence(*sgd_options).growth(rate * first_estimate.value) < _FAST
     ):
         return None
+    # 3. All micro-batches of the first step, and how the stages share the steepest direction. The
+    # mean loss is usually flatter than that of one micro-batch, so this may take the warning back.
     n_microbatches = schedule.n_microbatches
     on_activity(
         f"checking the learning rate: curvature of {n_microbatches} micro-batches"
@@ -122,6 +126,7 @@ def _check(run: TrainingRun, on_activity: Callable[[str], None]) -> str | None:
     growth = recurrence.growth(rate * curvature.value)
     if growth < _FAST:
         return None
+    # 4. The warning, with the remedies that this schedule and optimizer leave.
     on_activity("checking the learning rate: the largest stable one")
     certificate = recurrence.certify()
     stable_rate = certificate.rate(curvature.value)

@@ -97,6 +97,7 @@ def _search_within_memory(
             break
 
         # Messages took more room than foreseen, so the next attempt gets less room.
+        # More each time, so that a few attempts are enough.
         for rank, excess in enumerate(excess_bytes):
             room[rank] -= excess * 2**attempt
         placements = [problem.placement]

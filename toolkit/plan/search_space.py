@@ -94,6 +94,7 @@ class SearchSpace:
         elif is_number(limits):
             limits = [limits] * n_ranks
         limits = _checked_bytes("memory", limits, n_ranks, "ranks")
+        # Empty means that no optimizer state is counted; anything else must fit the stages.
         has_no_state = (
             isinstance(self.optimizer_bytes, Sequence) and not self.optimizer_bytes
         )

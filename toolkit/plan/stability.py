@@ -150,6 +150,8 @@ class Recurrence:
     def certify(self) -> Certificate:
         """Find the largest stable rate; see :func:`largest_stable_rate`."""
         max_staleness = self.schedule.max_staleness
+        # A rough limit: delay, extrapolation and momentum each lower it. The scan begins a hundred
+        # times below, and lower still if that is not stable.
         slowness = (1 + max_staleness) * (
             1 + extrapolation(self.schedule) * max_staleness
         )
@@ -205,6 +207,8 @@ class Recurrence:
         radius = _radius(matrix)
         if self.noise is None or radius >= 1:
             return radius
+        # Letters of the sum below: d and e are versions, a and b modes; k is the stage whose
+        # deviations move the state, and l the stage that reads it.
         # 3. The gains of the noise. The sums of moments exist, since the mean is stable.
         noise_effect = np.stack(
             [np.kron(gradient_effect, (curvatures * row)[:, None]) for row in modes]
@@ -273,6 +277,7 @@ def _moments(a: Matrix, q: Matrix) -> Matrix:
         # After k rounds q sums the first 2^k terms, and a is A to the power of 2^k.
         terms = a @ q @ a.T
         q, a = q + terms, a @ a
+        # A is stable, so the terms shrink, the faster the more rounds have passed.
         if np.abs(terms).max() <= 1e-12 * np.abs(q).max():
             break
     return q
@@ -283,6 +288,8 @@ def _first_unstable(stable: Callable[[float], bool], stable_rate: float) -> floa
 
     The scan begins at ``stable_rate``, which shrinks if it is not stable itself.
     """
+    # Upwards from a stable rate: above the first unstable one others may be stable again, and a
+    # certificate must not reach over a gap.
     while not stable(stable_rate):
         stable_rate /= 10
         if stable_rate < 1e-15:

@@ -64,6 +64,8 @@ def _groups(problem: OrderProblem) -> tuple[tuple[int, ...], ...]:
             sum(problem.seconds[chain] for chain in problem.chains(stage))
         )
     groups: dict[tuple[int, int], list[int]] = {}
+    # A run is a row of stages on one rank. Only within one are stages merged: a message ends a
+    # group.
     runs = groupby(range(problem.n_stages), key=problem.placement.__getitem__)
     for run, (_, stages_of_run) in enumerate(runs):
         stages = [*stages_of_run]
@@ -101,6 +103,8 @@ def _merged(problem: OrderProblem, groups: Sequence[Sequence[int]]) -> OrderProb
     waiting_bytes: list[float] = []
     for stages in groups:
         for kind, entry in enumerate(_entries(problem, stages)):
+            # Ops of the same kind follow one another: a group's forward is all forwards of its
+            # stages.
             chains = [problem.chains(stage)[kind] for stage in stages]
             # A group's op needs what its first op needs of other stages, and its own ops before.
             op_needs = []

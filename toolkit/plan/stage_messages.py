@@ -28,11 +28,13 @@ class StageMessages:
         for stage in range(len(self.costs)):
             forward = len(needs)
             needs.append([])
+            # Each backward needs the op before it on its stage, which is free of messages.
             needs += [[(forward + kind, 0.0)] for kind in range(n_kinds - 1)]
             if stage > 0:
                 lag = self._seconds(
                     self.costs[stage - 1].output_bytes, stage - 1, stage
                 )
+                # Appended, since the sender of a message is the last need.
                 needs[forward].append((forward - n_kinds, lag))
             if stage < len(self.costs) - 1:
                 lag = self._seconds(

@@ -188,11 +188,18 @@ class _Packing:
                 ready = max(
                     ready, starts[needed_chain] + self.op_ticks[needed_chain] + lag
                 )
+            # It starts at once, or next to another op of its rank, in the first interval that
+            # allows it. Elsewhere it could leave a gap on each side that is too short for any op:
+            #
+            #     busy       |FFF|        |BBB|
+            #     after          |W|          |W|
+            #     before                |W|
             possible_starts = {ready}
             for busy_start, busy_ticks in busy_spans:
                 for start in (busy_start + busy_ticks, busy_start - length):
                     # The first tick from `ready` on that is at the same place of an interval.
                     possible_starts.add(ready + (start - ready) % self.interval)
+            # Now and then the op does not start at once, but next to another one.
             if busy_spans and self.draw.random() < patience:
                 possible_starts.remove(ready)
             for start in sorted(possible_starts):
