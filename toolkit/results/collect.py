@@ -60,6 +60,7 @@ def frame(runs: Sequence[Run]) -> "pd.DataFrame":
     options_of_runs = [flat_options(run.config) for run in runs]
     # A dict keeps the order and drops repeated names.
     columns = dict.fromkeys([*PRINCIPAL, *differing(options_of_runs)])
+    # Every metric of any run is a column, so that runs of several experiments share a table.
     metrics = {"top1": None}
     for run in runs:
         metrics |= dict.fromkeys(run.metrics)
@@ -118,6 +119,7 @@ def flat_options(config: Mapping[str, Any]) -> dict[str, Any]:
         if name.endswith("._target_"):
             name, value = name.removesuffix("._target_"), str(value).rpartition(".")[2]
         if isinstance(value, list):
+            # Text, since values are compared, counted and made keys.
             value = json.dumps(value, default=str)
         values[name] = value
     model = config.get("model")
@@ -161,6 +163,7 @@ class RunGroup:
 
     def baseline(self, groups: Sequence["RunGroup"]) -> "RunGroup":
         """Return the first group with these settings if several have them, else the first."""
+        # A rule that shares its settings with no other is compared with the first one of the task.
         comparable_groups = [
             group for group in groups if group.settings == self.settings
         ]
@@ -185,6 +188,11 @@ def group_runs(runs: Sequence[Run]) -> Tasks:
 
     Groups without late weights are first.
     """
+    # Three levels:
+    #
+    #     task          model and data: its rules share tables and figures
+    #       settings    options that rules share, which are compared with the first of them
+    #         rule      its schedule and all of its options: its runs differ in their seeds
     runs_of_task: dict[str, dict[tuple[str, str], list[Run]]] = {}
     for run in runs:
         if run.trains and isinstance(run.config.get("schedule"), dict):

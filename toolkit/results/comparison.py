@@ -142,7 +142,8 @@ def train_all(
         Signals().heard() as signals,
     ):
         for key in keys:
-            # Ranks continue until all know of a signal.
+            # Ranks continue until all know of a signal. One that left on its own would leave the
+            # others waiting in a collective.
             number = signals.agreed if world else signals.number
             if number:
                 raise StoppedError(number, saved=True)
@@ -188,6 +189,7 @@ def check_runs(
         UserError: a run cannot be trained with its options.
     """
     TrackingOptions(**options["tracking"])
+    # One run of each rule is enough: seeds change no option that could be wrong.
     for rule in dict.fromkeys(rule for rule, _ in keys):
         check(build(rule, options["seed"]))
 
@@ -234,6 +236,7 @@ def train_one(
             notes += outcome.notes
             if outcome.resumed_at:
                 notes.append(f"resumed at step {outcome.resumed_at}")
+        # Also the epochs that a diverged run has not trained: the bar counts those of all runs.
         progress.ended(n_epochs)
         progress.note(f"last: {run.schedule.name} {score}")
     return RuleRun(
@@ -333,6 +336,8 @@ def keep_runs(folder: Path, runs: Sequence[RuleRun]) -> None:
         if rows:
             write_csv(folder / name, rows)
     for run in runs:
+        # Only after the tables, or a process that dies in between would lose the run with its
+        # checkpoint.
         shutil.rmtree(folder_of_run(folder, run.rule, run.seed), ignore_errors=True)
     with suppress(OSError):  # other runs are under way
         (folder / UNDER_WAY_FOLDER).rmdir()
@@ -366,6 +371,7 @@ def _saved(folder: Path) -> list[Key]:
     saved_folders = filter(has_checkpoint, (folder / UNDER_WAY_FOLDER).glob("*_*"))
     keys = []
     for path in saved_folders:
+        # From the right, since names of rules have underscores too.
         rule, _, seed = path.name.rpartition("_")
         if seed.isdecimal():
             keys.append((rule, int(seed)))

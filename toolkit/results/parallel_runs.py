@@ -151,6 +151,8 @@ def train_in_parallel(
         setting = _Setting(folder, n_processes, torch.get_num_threads(), sys.argv)
         processes.begin(_train_keys, make_run, setting)
         with _explained(running, folder, signals):
+            # A process reports _Ready, trains the run that it is sent, reports how it ended, and so
+            # on.
             for process, message in processes.reports():
                 if isinstance(message, _Ready):
                     key = None
@@ -292,6 +294,7 @@ class _Reported:
     def trained(self, step: "Step") -> None:
         """Report the epochs so far, now and then."""
         now = time.monotonic()
+        # A report is a message to another process, which thousands of steps a second would delay.
         if now >= self._reported_at + _REPORT:
             self._reported_at = now
             report(_Trained((step.result.step + 1) / step.n_steps))
@@ -312,6 +315,8 @@ def _train_keys(make_run: MakeRun, setting: _Setting) -> None:
     os.environ["WORLD_SIZE"] = "1"
     with Signals().heard() as signals:
         while True:
+            # One process trains run after run, so torch is imported once, and the data are loaded
+            # once.
             report(_Ready())
             key: Key | None = receive()
             if key is None:

@@ -106,6 +106,8 @@ class Progress(_EpochBar):
             self._losses.clear()
         if len(step.result.losses):
             self._losses.append(step.result.losses)
+        # Assigned, not added up: a run that is rolled back repeats steps, and the bar goes back
+        # with it.
         self._bar.n = self._before + epochs
         is_due = now >= self._refreshed + self._interval
         # The end of an epoch reads its losses anyway.
@@ -136,6 +138,7 @@ class Progress(_EpochBar):
         """End a run of ``n_epochs``; those that it did not train took no time."""
         self._before += n_epochs
         if not self._bar.disable:
+            # What was not trained here must not count for the rate that tqdm estimates the rest by.
             self._bar.initial += self._before - self._bar.n
             self._bar.n = self._before
 

@@ -51,6 +51,7 @@ def _redacted(content: Any) -> Any:
     if isinstance(content, Mapping):
         return {name: _redacted(value) for name, value in content.items()}
     if isinstance(content, str):
+        # "\0" occurs in no option, so without a key nothing is replaced.
         return content.replace(os.environ.get("WANDB_API_KEY") or "\0", "WANDB_API_KEY")
     if isinstance(content, Sequence):
         return [*map(_redacted, content)]
@@ -117,6 +118,7 @@ def _starter() -> str:
     if path.parent != EXPERIMENTS:
         return f"python {shlex.quote(path.name)}"
     world_size = int(os.environ.get("WORLD_SIZE", "1"))
+    # Without torchrun's agent, as under Slurm, all ranks count as those of one machine.
     local_size = int(os.environ.get("LOCAL_WORLD_SIZE", world_size))
     return started_by(path.stem, local_size, world_size // local_size)
 

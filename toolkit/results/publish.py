@@ -59,8 +59,11 @@ def publish(
     the package, key or network is missing, or that W&B refuses.
     """
     check_installed("wandb_workspaces", "publish=wandb")
+    # Short limits: the client would otherwise repeat its requests for minutes without a network.
     with environment(**_CLIENT):
         try:
+            # Everything is built before anything is sent, so that a mistake leaves nothing half
+            # published.
             page, workspace = wandb_report(report, runs, entity, project)
             import wandb
 

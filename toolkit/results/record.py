@@ -155,6 +155,7 @@ def read_csv(
                         if column not in words:
                             row[column] = _number(cell)
                     rows.append(row)
+                # A row that a killed process wrote in part, or a cell that is no number.
                 except ValueError:
                     if not skip_damaged:
                         raise

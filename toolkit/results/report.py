@@ -99,6 +99,7 @@ def _list(words: Sequence[str]) -> str:
 
 def _machine_prefixes(runs: Sequence[Run]) -> dict[str, str]:
     """Return what replaces the folders of this machine in texts: its own folders first."""
+    # An inner folder comes before the one around it, and the home folder is often around both.
     replacements = {Path.cwd(): ""}
     if runs:
         folders = [run.folder.absolute() for run in runs]

@@ -58,6 +58,7 @@ def _curves(task: str, groups: Sequence[RunGroup]) -> Iterator[Figure]:
             if values and all(map(isfinite, values)):
                 finite_runs.append(values)
         if finite_runs:
+            # Curves are drawn with the mean of all runs, which have to be equally long for that.
             ((usual_length, _),) = Counter(map(len, finite_runs)).most_common(1)
             curves[group.label] = [
                 run for run in finite_runs if len(run) == usual_length
@@ -93,6 +94,7 @@ def _final_metrics(
     first = "the first rule with these options"
     if len(baseline_labels) == 1:
         (first,) = baseline_labels
+    # The margin that the comparisons state counts if they agree on one.
     if margin is None:
         stated_margins = set()
         for group in groups:
@@ -116,6 +118,7 @@ def _final_metrics(
             | cells
             | _other_means(group, metric)
         )
+    # A column of dashes says nothing, such as a spread where each rule has one seed.
     for heading in [*rows[0]]:
         if all(row[heading] == "-" for row in rows):
             for row in rows:

@@ -37,6 +37,8 @@ def rebuild_all(tasks: Tasks) -> tuple[Schedules, list[Text]]:
             continue
         if schedule in schedule_of_name.values():
             continue
+        # Different schedules may share a name, such as those of one method with several options.
+        # Then the label of the group names them, and last its task.
         name = schedule.name
         if name in schedule_of_name:
             name = group.label
@@ -121,6 +123,7 @@ def communication_blocks(tasks: Tasks, schedules: Schedules) -> Iterator[Block]:
                 )
             caption = f"{group.label}, {task}: memory and messages as measured in {run.folder}."
             yield Table(rows, caption)
+        # A run without measurements, or of another experiment, has no such file.
         timelines = [run.folder / "timeline.png" for run in group.runs]
         timelines = [path for path in timelines if path.exists()]
         if timelines:

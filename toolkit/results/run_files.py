@@ -23,6 +23,7 @@ def resumable_in(folder: Path) -> str:
     """Return what can be resumed in ``folder``, as text: checkpoints or runs; empty if nothing."""
     if has_checkpoint(folder):
         return "the checkpoints of a run"
+    # A comparison that tunes its rates may have been stopped while its trials ran.
     for comparison_folder in (folder, folder / TUNING_FOLDER):
         runs_under_way = (comparison_folder / UNDER_WAY_FOLDER).glob("*")
         has_ended_runs = (comparison_folder / EPOCHS_FILE).is_file()

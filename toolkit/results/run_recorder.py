@@ -106,6 +106,8 @@ class RunRecorder:
         )
 
     def __enter__(self) -> "RunRecorder":
+        # By hand, since the result is written after the tracking has been closed, also after an
+        # error.
         self.tracker: Tracker = self._tracking.__enter__()
         return self
 
@@ -307,7 +309,10 @@ def _write_switching(switching: Switching, folder: Path, tracker: Tracker) -> li
         ).overrides()
         note += f"; to repeat it, leave switch out and give {repeated}"
 
-    # A decision has the mean seconds of the steps since the one before it.
+    # A decision has the mean seconds of the steps since the one before it:
+    #
+    #     decision          20         40         60      training step
+    #     seconds    |  20 x s_20 | 20 x s_40 | 20 x s_60
     step_seconds: list[float] = []
     for decision in switching.decisions:
         step_seconds += [decision.seconds] * (decision.step - len(step_seconds))
@@ -336,6 +341,8 @@ def _write_measured(
     rows: list[PlainRow] = [*measured.by_rank()]
     predicted: Timeline | None = None
     try:
+        # The prediction is made from the costs of whole stages, of which each device here has a
+        # share.
         if getattr(run.runtime, "width", 1) != 1:
             raise UserError("costs are those of ranks of one device")
         model, form = run.build_model(), run.samples.form

@@ -137,11 +137,13 @@ def _runs_of(folder: Path) -> list[Run]:
     """Return the run of a folder, or the runs of a comparison; empty for a report."""
     run = Run(folder, "unknown", "damaged")
     try:
+        # 1. What Hydra wrote before the run began: experiment, rule and options.
         job = record.read_yaml(folder / ".hydra" / "hydra.yaml")
         if job:
             rule = job["hydra"]["runtime"]["choices"].get("schedule")
             run = replace(run, kind=job["hydra"]["job"]["name"], rule=rule)
         run = _described(run, _options_of(folder))
+        # 2. The result, whose options count: they are those that have been resolved.
         result: PlainRow = {}
         if (folder / RESULT).exists():
             result = record.read_result(folder)
@@ -154,11 +156,13 @@ def _runs_of(folder: Path) -> list[Run]:
             run = replace(
                 run, judged_by=metric, provenance=origin, notes=result["notes"]
             )
+        # 3. How it ended, and the tables that it has.
         run = _with_state(run, has_result=bool(result))
         if run.kind == "compare":
             return _comparison_runs(run, result)
         if run.kind == "train":
             run = _training(run, result)
+    # Anybody may have written these files, so their values may have any type.
     except (AttributeError, KeyError, OverflowError, TypeError, ValueError) as error:
         reason = str(error)
         if not isinstance(error, DamagedError):
@@ -261,6 +265,7 @@ def _comparison_runs(comparison: Run, result: PlainRow) -> list[Run]:
         for row in result.get("metrics", ())
         if "schedule" in row
     }
+    # Of a comparison alone; its runs have no such options.
     shared = {
         name: value
         for name, value in config.items()

@@ -104,6 +104,7 @@ def equivalence(
     df = len(values) - 1
     # The standard error of the mean, back from the half width.
     error = difference.half_width / float(t.ppf(0.975, df))
+    # From here on more is better, for accuracies and losses alike.
     gain = difference.mean
     if by.lower_is_better:
         gain = -gain
@@ -111,6 +112,7 @@ def equivalence(
     p_worse = float(t.sf((margin + gain) / error, df))
     p_better = float(t.sf((margin - gain) / error, df))
     least_loss = -gain - difference.half_width  # the near end of the interval
+    # In this order: a loss that is certain but small is still equivalent within the margin.
     if max(p_worse, p_better) < 0.05:
         verdict = f"equivalent within {margin:g}"
     elif least_loss > 0:
@@ -177,6 +179,7 @@ def over_seeds(
         )
     # A sum is NaN if either value is: a pair counts if both runs have ended.
     paired_seeds = [seed for seed in shared if not isnan(values[seed] + baseline[seed])]
+    # Both in the order of the pairs, since the tests compare place by place.
     paired_values = [values[seed] for seed in paired_seeds]
     paired_baseline = [baseline[seed] for seed in paired_seeds]
     difference = Estimate(nan, nan)

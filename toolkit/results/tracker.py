@@ -20,6 +20,7 @@ if TYPE_CHECKING:
 STEP = "step"
 """Name of the axis of training steps in W&B."""
 
+# As shells report it: 128 and the number of SIGINT.
 _INTERRUPTED = 130  # exit status
 _MOST_ROWS = 10_000  # of a table; W&B's pages show no more
 _reported: set[str] = set()  # notes that this process has printed
@@ -70,6 +71,7 @@ class Tracker:
                 logged[STEP] = step
             run.log(logged)
 
+        # Values are made within, too: a figure that cannot be drawn must not end the run.
         self._try(log)
 
     def step(self, step: "Step") -> None:
@@ -84,6 +86,7 @@ class Tracker:
                 values["train/loss"] = float(step.result.loss)
         for delay in step.result.delays:
             for name, value in asdict(delay).items():
+                # A measure that this step does not have is NaN.
                 if name not in ("step", "stage") and isfinite(value):
                     values[f"delay/{name}_stage_{delay.stage}"] = value
         if values:
@@ -91,6 +94,7 @@ class Tracker:
 
     def epoch(self, epoch: "Epoch") -> None:
         """Log an epoch's metrics."""
+        # "epoch" is the axis of these curves, and so has no prefix.
         metrics = tracked_metrics(epoch)
         values: dict[str, Any] = {"epoch": metrics.pop("epoch")}
         for name, value in metrics.items():

@@ -50,6 +50,7 @@ _SETTINGS: dict[str, Any] = {
     "disable_git": True,
     "disable_code": True,
     "x_disable_meta": True,  # it has the command line, which may hold secrets
+    # A comparison has one run after another in a process.
     "reinit": "create_new",
 }
 
@@ -173,6 +174,7 @@ def _init(wandb: Any, options: TrackingOptions, run_fields: Mapping[str, Any]) -
         mode=options.mode,
         project=options.project,
         entity=options.entity,
+        # Continues the run of this id if there is one, and else begins it.
         resume="allow",
         settings=wandb.Settings(**{name: _SETTINGS[name] for name in known_settings}),
         **run_fields,
