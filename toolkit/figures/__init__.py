@@ -34,6 +34,7 @@ __all__ = [
 
 def __getattr__(name: str) -> Any:
     """Import the explorer, and with it the widgets, on first use."""
+    # Figures of trainings need no ipywidgets.
     if name == "Explorer":
         from toolkit.figures.explorer import Explorer
 

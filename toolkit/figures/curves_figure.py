@@ -63,6 +63,7 @@ def over_epochs(curves: Curves, by: Metric) -> Figure:
     }
     means = [values.mean(0) for values in masked_runs.values()]
     n_epochs = max(map(len, means))
+    # Over all rules, since they share the axes: the inset pays if the end is much narrower.
     last_third = 2 * n_epochs // 3
     spread = np.ma.ptp(np.ma.concatenate(means))
     last_spread = np.ma.ptp(np.ma.concatenate([mean[last_third:] for mean in means]))
@@ -72,6 +73,7 @@ def over_epochs(curves: Curves, by: Metric) -> Figure:
         # An inset magnifies the last epochs if their means lie close together. Lines that end far
         # apart need none, and would run below it.
         if n_epochs >= _LAST_EPOCHS and last_spread < spread / 2:
+            # Accuracies rise, so the lower right is free; losses fall, and the upper right is.
             panels.append(
                 axes.inset_axes((0.45, 0.1 if by is ACCURACY else 0.52, 0.53, 0.42))
             )
@@ -83,9 +85,11 @@ def over_epochs(curves: Curves, by: Metric) -> Figure:
         axes.set_xlabel("epoch")
         axes.set_ylabel(f"test {by.name} ({by.unit})")
         if by is ACCURACY:
+            # A little above 100, so that a curve at the top is not cut in half.
             axes.set_ylim(top=min(101, axes.get_ylim()[1]))
         for panel in panels:
             panel.xaxis.set_major_locator(MaxNLocator(integer=True, min_n_ticks=1))
+        # An empty band for the legend: those of the rules have the rules' colours.
         if any(len(values) > 1 for values in masked_runs.values()):
             axes.fill_between(
                 [], [], color="grey", alpha=0.3, linewidth=0, label="all seeds"
@@ -156,6 +160,7 @@ def memory_curves(
         for index, n_workers in enumerate(workers):
             times, total = curve.shifted(n_workers)
             label = f"N = {n_workers}, shifted: {-curve.reduction(n_workers):z.1%}"
+            # Times of a shifted sum start within the period; the last level holds until its end.
             edges = np.append(times, period) / period
             line_style = series(index, 6)  # without black
             axes.stairs(

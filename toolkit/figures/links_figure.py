@@ -61,6 +61,8 @@ def _draw_times(figure: Any, rows: Rows, methods: list[str]) -> None:
     """Draw a panel per link and a row per method; rows of other families are divided by a line."""
     links = list(dict.fromkeys(row["link"] for row in rows))
     panels = figure.subplots(1, len(links), squeeze=False, sharex=True, sharey=True)[0]
+    # Without DDP on some link its ratios would stand beside seconds, so all rows are in seconds
+    # then.
     is_relative = all(row["/ DDP"] is not None for row in rows)
     for axes, link in zip(panels, links, strict=True):
         link_rows = [row for row in rows if row["link"] == link]
@@ -80,6 +82,7 @@ def _draw_times(figure: Any, rows: Rows, methods: list[str]) -> None:
         for height in range(1, len(methods)):
             if _colour(methods[height]) != _colour(methods[height - 1]):
                 axes.axhline(height - 0.5, color="#DDDDDD", linewidth=0.5, zorder=0)
+    # Downwards, so that the first method is on top.
     panels[0].set_ylim(len(methods) - 0.4, -0.6)
     panels[0].set_yticks(range(len(methods)), methods)
     # With the last value's digits.
@@ -129,6 +132,7 @@ def _draw_traffic(
     panels = figure.subplots(
         len(methods), len(traffic), squeeze=False, sharex="col", sharey="col"
     )
+    # Transposed, since a column of panels shares its link, its unit and its scale.
     for column, (link, curves) in zip(panels.T, traffic.items(), strict=True):
         # A method that sends nothing, or was not measured, leaves its panel empty.
         measured_curves = [curve for curve in curves.values() if len(curve)]
@@ -148,6 +152,7 @@ def _draw_traffic(
             axes.yaxis.set_major_locator(MaxNLocator(2))
         column[0].set_title(f"sent by all ranks, {link} ({unit_name})", pad=14)
         column[0].set_xlim(0, window * max(map(len, curves.values()), default=1))
+        # Without traffic the limit would be 0; None leaves it to matplotlib.
         column[0].set_ylim(0, 1.05 * peak_rate / unit or None)
         column[-1].set_xlabel("time (s)")
 
@@ -159,6 +164,7 @@ def _draw_curve(
     mean = float(curve.mean())
     axes.stairs(curve, edges, fill=True, color=colour, alpha=0.75)
     axes.axhline(mean, color=VERMILION, linewidth=1)
+    # How bursty the traffic is: 1 if the link is used evenly.
     label = f"peak/mean {curve.max() / mean:.1f}" if mean > 0 else "silent"
     axes.text(
         1, 1, label, ha="right", color=VERMILION, transform=axes.transAxes, va="bottom"

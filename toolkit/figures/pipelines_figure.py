@@ -31,6 +31,7 @@ def pipelines(rows: Rows) -> Figure:
     n_ranks = rows[0]["ranks"]
     styles = _styles(rows)
     n_columns = min(len(sizes), _COLUMNS)
+    # Rounded up. The legend may be taller than the panels.
     n_lines = -(-len(sizes) // _COLUMNS)
     legend_height = _LINE * (len(styles) + _TITLE_LINES)
     height = max(0.5 + 2.1 * n_lines, legend_height)
@@ -51,9 +52,11 @@ def pipelines(rows: Rows) -> Figure:
             for row in rows:
                 if row["microbatches"] == n_microbatches:
                     style = styles[row["method"]]
+                    # A method without idle time lies on the axis, and is not cut there.
                     axes.plot(
                         [row["activations"]], [row["idle"]], clip_on=False, **style
                     )
+        # All panels share their axes, so the scales of the first one are those of all.
         _scale(panels[0], rows)
         figure.supxlabel("activations of the fullest rank (micro-batches)", fontsize=8)
         figure.supylabel("idle share of a rank's time", fontsize=8)
@@ -78,6 +81,7 @@ def _styles(rows: Rows) -> dict[str, dict[str, Any]]:
             marker = MARKERS[(index + index // len(SERIES)) % len(MARKERS)]
             style: dict[str, Any] = {
                 "marker": marker,
+                # Later ones are smaller and drawn on top, so that points at one place all show.
                 "markersize": max(4, 8 - 3 * index),
             }
             n_flushing += 1
@@ -85,6 +89,7 @@ def _styles(rows: Rows) -> dict[str, dict[str, Any]]:
             index = n_late
             style = {
                 "marker": "o",
+                # Rings grow instead, and enclose what lies below them.
                 "markersize": 7 + 3 * index,
                 "markerfacecolor": "none",
             }

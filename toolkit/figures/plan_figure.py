@@ -36,6 +36,7 @@ def plan_figure(
         limit: bytes of a rank's memory.
     """
     fastest = min(row["seconds"] for row in (*unbeaten, *beaten, baseline))
+    # Of those that are always drawn: the axis has to reach them in any case.
     slowest = max(row["seconds"] for row in (*unbeaten, baseline))
     is_wide = slowest > SLOWEST * fastest
     # One very slow schedule would press all others into a corner.
@@ -107,6 +108,7 @@ def _number(axes: Axes, dots: PathCollection) -> None:
     data_places = np.asarray(dots.get_offsets())
     places = axes.transData.transform(data_places)
     groups: list[list[int]] = []
+    # In pixels, since only there it shows whether two labels would overlap.
     for index, place in enumerate(places):
         # A dot between two groups joins them.
         merged_group = [index]
@@ -121,6 +123,7 @@ def _number(axes: Axes, dots: PathCollection) -> None:
                 far_groups.append(group)
         groups = [*far_groups, sorted(merged_group)]
     for group in sorted(groups):
+        # To the right of the group, where its label covers none of its dots.
         rightmost = max(group, key=lambda index: places[index][0])
         axes.annotate(
             _ranges(group),

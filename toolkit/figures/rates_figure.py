@@ -44,6 +44,7 @@ def _draw_rates(axes: Axes, rows: Sequence[Mapping[str, Any]]) -> None:
     limits = [
         (min(rates) / _MARGIN, max(rates) * _MARGIN) for rates in (certified, tuned)
     ]
+    # Through (1, 1), where the first rule is: rates are divided by its own.
     axes.axline((1, 1), (2, 2), color=BLACK, linewidth=0.6, linestyle=":")
     for index, row in enumerate(rows):
         axes.plot(
@@ -58,6 +59,7 @@ def _draw_rates(axes: Axes, rows: Sequence[Mapping[str, Any]]) -> None:
         )
     axes.set(xscale="log", yscale="log", xlim=limits[0], ylim=limits[1])
     for axis, (low, high) in zip((axes.xaxis, axes.yaxis), limits, strict=True):
+        # Fixed ticks, since matplotlib labels few within one decade.
         ticks = [tick for tick in _TICKS if low <= tick <= high]
         axis.set_major_locator(FixedLocator(ticks))
         axis.set_major_formatter(FixedFormatter([f"{tick:g}" for tick in ticks]))

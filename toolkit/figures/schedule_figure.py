@@ -116,6 +116,7 @@ def _activations(program: Program) -> list[float]:
 
 def _ticks(schedule: Schedule, n_slots: int) -> float:
     """Return the slots between two labels of the axis: a training step, or several."""
+    # Labels fall on the begins of training steps; -(-a // b) rounds up.
     step = max(1, round(schedule.final.period))
     return step * -(-n_slots // step // _TICKS)
 
@@ -169,13 +170,21 @@ def _draw_grid(axes: Axes, program: Program, width: float, height: float) -> Non
     bars = []  # below the stage of a cell that reads late weights
     labels = []
     for slot, row, stale, instruction in cells(program):
+        # A cell is a slot wide and 0.9 of a row high; rows grow downwards:
+        #
+        #     row - 0.45    +--------+
+        #                   | stage  |
+        #     row + 0.34    |  ====  |     the bar of late weights
+        #     row + 0.45    +--------+
         start, end, top, bottom = slot, slot + 1, row - 0.45, row + 0.45
         rectangles.append([(start, top), (end, top), (end, bottom), (start, bottom)])
+        # Three shades, so that neighbouring training steps always differ.
         opacity = 0.4 + 0.3 * ((instruction.step or 0) % 3)
         fills.append(to_rgba(_FILL[instruction.action], opacity))
         labels.append((slot + 0.5, row, str(instruction.stage)))
         if stale:
             bars.append([(slot + 0.2, row + 0.34), (slot + 0.8, row + 0.34)])
+    # White edges would hide cells that are a few points wide.
     edge_width = min(0.6, 0.1 * width, 0.1 * height)
     axes.add_collection(
         PolyCollection(
@@ -187,6 +196,7 @@ def _draw_grid(axes: Axes, program: Program, width: float, height: float) -> Non
         LineCollection(bars, colors=BLACK, linewidths=bar_width, capstyle="projecting")
     )
     n_digits = len(str(program.schedule.n_stages - 1))
+    # A digit is about 0.64 of its size wide, so that all digits take 0.83 of the cell.
     font_size = min(_LETTERS, 1.3 * width / n_digits, 0.75 * height)
     if font_size >= _SMALLEST:
         for label in labels:

@@ -92,6 +92,8 @@ def align(panels: Sequence[Axes], rows: Sequence[tuple[str, int]]) -> None:
         # The first row is on top, as in the grid of a schedule.
         axes.set_ylim(max_rows - 0.5, -0.5)
         axes.set_yticks(range(0, n_rows, -(-max_rows // _NUMBERED)))
+        # The axis ends with the rows of its own panel, which may be fewer than those of the
+        # tallest.
         axes.spines["left"].set_bounds(-0.5, n_rows - 0.5)
         if column and rows[column - 1] == (name, n_rows):
             axes.tick_params(labelleft=False)

@@ -37,6 +37,7 @@ def switching(
         times_axes.set_yscale("log")
         times_axes.set_ylabel("seconds of a step")
         legend_right(times_axes)
+        # A step is one unit wide and centred on its number, as the points above are.
         for step, name in enumerate(schedules):
             colour = line_styles[name]["color"]
             schedule_axes.axvspan(step - 0.5, step + 0.5, color=colour, linewidth=0)

@@ -40,6 +40,14 @@ _KINDS = {
     "activations": BLUE,
     "working": ORANGE,
 }
+# Offsets from the middle of the row; a row is 1 high, and the first one is on top:
+#
+#     -0.42  +----------------+
+#            |  compute       |
+#     +0.08  +----------------+
+#     +0.09   update
+#     +0.17   send
+#     +0.30   receive
 _PLACES = {  # of a lane in its rank's row: lower end and height
     "compute": (-0.42, 0.5),
     "update": (0.09, 0.07),
@@ -173,6 +181,7 @@ def _draw_memories(
         axes.legend(
             loc="upper center", ncols=3, fontsize=6, columnspacing=0.8, handlelength=0.8
         )
+        # The upper part is for the legend of the contents.
         axes.set_ylim(0, 1.7 * fullest / memory_unit or None)
         axes.tick_params(labelleft=axes is panels[0])
     panels[0].set_ylabel(f"fullest\nrank ({unit_name})")

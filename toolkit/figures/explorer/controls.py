@@ -48,6 +48,7 @@ class Column(ui.VBox):
     def __init__(self, spec: ScheduleSpec) -> None:
         tooltip = "a choice of conf/schedule, or rank orders of your own"
         names = [(method.label, name) for name, method in METHODS.items()]
+        # Pairs of what the control shows and what it holds.
         names.append((RANK_ORDERS, RANK_ORDERS))
         self.schedule = field(
             ui.Dropdown, "schedule", tooltip, options=names, value=spec.method
@@ -76,12 +77,16 @@ class Column(ui.VBox):
         for name, control in self.options.items():
             _, offered_values = _OPTIONS[name]
             value = getattr(spec, name)
+            # None in a spec is the method's default; where a control offers a word for it, that
+            # word.
             if value is None and offered_values[0] not in _NOT_GIVEN:
                 value = defaults.get(name)
             if value is None:
                 value = offered_values[0]
+            # The spec's value may be none of those on offer, such as 5 steps of delay.
             distinct_values = dict.fromkeys((*offered_values, value))
             control.options = [(str(offered), offered) for offered in distinct_values]
+            # Only now: ipywidgets takes the first option when the options change.
             control.value = value
             show(control, name in defaults)
         show(self.orders, spec.method == RANK_ORDERS)

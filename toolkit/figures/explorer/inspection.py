@@ -134,6 +134,7 @@ class Analysis:
         time, unit = duration(timeline.step_time)
         if in_slots:
             time = f"{timeline.step_time:.4g}"
+            # A slot is a forward or a whole backward, so each half of a split one takes 0.5.
             unit = "slots, half a backward 0.5" if schedule.splits_backward else "slots"
         ratio = []
         if self.ddp_seconds is not None:
@@ -181,6 +182,7 @@ def verdict(
     second_schedule = second_analysis.schedule
     statements = []
     ratio = first_timeline.step_time / second_timeline.step_time
+    # Otherwise three digits would say 1 times as long.
     if 0.995 < ratio < 1.005:
         statements.append("a step takes as long")
     else:
@@ -195,6 +197,7 @@ def verdict(
             f" {second_analysis.peak:.4g}"
         )
     else:
+        # Above 0 if the first schedule takes less.
         saved_on_fullest = fullest_rank(second_timeline) - fullest_rank(first_timeline)
         saved_in_all = second_timeline.peak_memory() - first_timeline.peak_memory()
         statements.append(f"{_saving(saved_on_fullest)} on the fullest rank")
@@ -224,6 +227,7 @@ def model_costs(model: str, batch: int = BATCH) -> ModelCosts:
         batch: images of 224 x 224 pixels in a micro-batch.
     """
     images = Images(3, 224, 224, 1000)
+    # Shapes are enough for the analysis, and weights would take seconds to draw.
     with torch.device("meta"):
         model_on_meta = build(model, **images.arguments)
     return ModelCosts(model_on_meta, images.example(batch, "meta"))
@@ -241,6 +245,7 @@ def check_sizes(stages: int, microbatches: int, accumulate: int | None = None) -
     """Raise UserError unless stages, and the micro-batches of all rounds, are from 1 to 32."""
     total_microbatches = whole(microbatches, "microbatches", 1)
     if accumulate is not None:
+        # Each worker runs as many, one after another, and each of them is drawn.
         total_microbatches *= whole(accumulate, "accumulate", 1)
     sizes = {
         "stages": whole(stages, "stages", 1),
@@ -290,6 +295,8 @@ def settled(
     form = None
     cuts: Sequence[Cut] = CUTS if cut == FASTEST else (cut,)
     if hardware != UNIT:
+        # With these costs the order in which ranks sum a gradient, and the cut, decide the step
+        # time.
         chains = CHAINS if free_chains else ()
         form = fastest_form(schedule, costs_of, hardware, chains=chains, cuts=cuts)
         if has_forms(schedule) and form.schedule.chains != schedule.chains:
@@ -313,6 +320,7 @@ def ddp_seconds(
         n_ranks: workers; None is returned for one.
         n_microbatches: of a step; None is returned unless workers have equal numbers.
     """
+    # DistributedDataParallel gives each worker as many samples, and so whole micro-batches.
     if n_ranks == 1 or n_microbatches % n_ranks:
         return None
     job = DataParallelJob(
@@ -325,6 +333,7 @@ def predict(analysis: Analysis, costs: Costs, hardware: Hardware) -> Timeline:
     """Simulate a few training steps; more where messages take time, to reach a steady state."""
     if hardware != UNIT:
         return steady_timeline(analysis.schedule, costs, hardware)
+    # Where messages take no time, a schedule is in its steady state after a few steps.
     program = analysis.drawn
     if len(program.steps) < _STEPS:
         program = analysis.schedule.lower(_STEPS)

@@ -20,6 +20,7 @@ def waits(program: Program) -> dict[Instruction, list[Instruction]]:
         for instruction in rank:
             if instruction.action.computes:
                 instruction_of_op[instruction.op, instruction.step] = instruction
+    # In the order of time, so that the last backward of each stage overwrites those before it.
     for instruction in sorted(instruction_of_op.values(), key=attrgetter("tick")):
         last_backward[instruction.stage, instruction.step] = instruction
     ops_of_program = {op for op, _ in instruction_of_op}
@@ -35,8 +36,11 @@ def waits(program: Program) -> dict[Instruction, list[Instruction]]:
             predecessors = [
                 instruction_of_op.get((op, instruction.step)) for op in inputs
             ]
+            # Version t is made by the update of step t - 1, once the last backward of that step has
+            # ended.
             update_step = (instruction.version or 0) - 1
             predecessors.append(last_backward.get((instruction.stage, update_step)))
+            # On one device ops run at once, so none waits for the one before it in the list.
             if has_own_rank:
                 predecessors.append(previous)
             awaited[instruction] = [*dict.fromkeys(filter(None, predecessors))]
@@ -50,6 +54,8 @@ def texts(program: Program) -> dict[Instruction, str]:
     slot = program.schedule.timing.ticks_per_slot
     for rank, instructions in enumerate(program.ranks):
         needed_positions = needs(instructions, rank)
+        # The reverse of what each instruction needs: who needs it, such as the release of its
+        # result.
         users: list[list[Instruction]] = [[] for _ in instructions]
         for user, positions in zip(instructions, needed_positions, strict=True):
             for position in positions:
@@ -71,6 +77,8 @@ def texts(program: Program) -> dict[Instruction, str]:
             freed_here = [
                 _words(user)
                 for user in releases
+                # A release is at the end of the op that uses the buffer last, a slot after its
+                # start.
                 if user.tick == instruction.tick + slot
             ]
             previous = _words(instruction)

@@ -62,6 +62,8 @@ def frame_of(pictures: Sequence[Picture]) -> Frame:
     end = max(picture.end for picture in pictures)
     width = _WIDE if len(pictures) == 1 else _NARROW
     cell_length = min(map(_median_cell, pictures))
+    # Slots are as wide as the drawing allows, up to `_LARGEST`. A drawing in seconds may be stretched
+    # for the numbers in its cells, to three times its width at most.
     if pictures[0].in_slots:
         scale = width / (end + 1)
         max_cell = _LARGEST
@@ -108,6 +110,7 @@ def draw(picture: Picture, frame: Frame) -> str:
     row_name, n_rows = rows(schedule.layout)
     by_row: list[list[Placed]] = [[] for _ in range(n_rows)]
     numbers: dict[Instruction, int] = {}
+    # Numbers in the order of time are the ids by which an op finds those that it waits for.
     for cell in sorted(picture.cells, key=lambda cell: cell.start):
         by_row[cell.row].append(cell)
         numbers[cell.instruction] = len(numbers)
@@ -130,6 +133,7 @@ def draw(picture: Picture, frame: Frame) -> str:
     digit_width = 0.85 if schedule.n_stages <= 10 else 0.66  # of a cell
     charts = []
     for chart, top in ((picture.memory, frame.memory), (picture.traffic, frame.sent)):
+        # A chart without any value is flat.
         scale = _CURVE / (top or 1.0)
         path = steps(chart.curve, picture.end, frame.scale, scale)
         charts.append({**chart._asdict(), "level": chart.level * scale, "path": path})
@@ -156,6 +160,12 @@ def steps(curve: Curve, end: float, width: float, scale: float) -> str:
         width: pixels of a unit of time.
         scale: pixels of a unit of the values.
     """
+    # Commands of SVG: M moves, V draws to a height, H draws to a time; y points down. For values 3
+    # and 1:
+    #
+    #     M0 0 V-3 H1 V-1 H2 V0 Z         ___
+    #                                    |   |___
+    #                                    |_______|
     path = "M0 0"
     end_times = [time for time, _ in curve[1:]] + [end]
     for (_, value), end_time in zip(curve, end_times, strict=True):

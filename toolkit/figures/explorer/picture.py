@@ -72,6 +72,7 @@ class Picture:
     def step_starts(self) -> list[float]:
         """Return when each drawn training step except the first begins on the first rank."""
         n_steps = len(self.analysis.drawn.steps)
+        # In seconds the window has whole steady steps, which are equally long.
         step_length = (
             self.analysis.schedule.period if self.in_slots else self.end / n_steps
         )
@@ -110,6 +111,7 @@ class Picture:
     def ticks(self, scale: float) -> Iterator[tuple[float, str]]:
         """Yield places and labels of the time axis; ``scale`` is pixels per slot or second."""
         unit, _ = self.axis
+        # Pixels that a label takes: a number of a slot is shorter than one of seconds.
         min_spacing = (26 if self.in_slots else 50) / scale / unit
         if self.in_slots:
             min_spacing = max(1, min_spacing)
@@ -125,6 +127,7 @@ def _reason(
 ) -> str:
     """Return why ``instruction`` cannot start before ``last`` has ended."""
     name = f"{last.op} of step {last.step}"
+    # The same micro-batch: its input. The same rank: the op before. Else the update of its weights.
     if (last.microbatch, last.step) == (instruction.microbatch, instruction.step):
         return f"It waits for what {name} makes, on rank {rank_of[last]}."
     if rank_of[last] == rank_of[instruction]:
@@ -137,6 +140,7 @@ def _reason(
 
 def _round_up(spacing: float) -> float:
     """Return the least of 1, 2 or 5 times a power of ten that is at least ``spacing``."""
+    # Two below, since int() rounds towards 0: the search goes upwards from a safe begin.
     exponent = int(log10(spacing)) - 2
     while True:
         for multiple in (1, 2, 5):
@@ -252,6 +256,7 @@ def _rates(timeline: Timeline) -> Curve:
             changes += [(span.start, rate), (span.end, -rate)]
     rate = 0.0
     curve = [(0.0, 0.0)]
+    # At equal times ends come first, with negative rates, so that no false peak appears.
     for time, change in sorted(changes):
         rate += change
         curve.append((time, max(rate, 0.0)))  # rounding may go below

@@ -109,6 +109,8 @@ class _Group:
                 analysis, unit_costs(analysis.schedule.n_stages), hardware
             )
         costs_of = model_costs(model)
+        # In its fastest form, as the widget shows it: otherwise two schedules would differ by their
+        # cuts as well.
         spec, form = settled(spec, True, FASTEST, costs_of, hardware)
         assert form is not None  # the machine is a real one
         schedule = form.schedule

@@ -99,6 +99,7 @@ class Explorer(ui.VBox):
         if costs is not None:
             self._costs[_GIVEN] = _of_any_cut(costs)
         self._machines = _machines(hardware)
+        # They fade behind the message if a schedule becomes impossible.
         self._drawn = ["", ""]  # the last pane of each column that was possible
         self._is_switching = False  # while a column's options change together
         # What is shown and possible.
@@ -113,6 +114,7 @@ class Explorer(ui.VBox):
         )
         self._make_size_and_cost_controls(first, hardware)
         self.columns = [Column(first), Column(second)]
+        # A schedule of the user's has its own chains. A name takes the fastest ones.
         if isinstance(schedule, Schedule) and "chains" in options_of(first.method):
             self.columns[0].options["chains"].value = schedule.chains
         self.view = ui.HTML()
@@ -227,6 +229,7 @@ class Explorer(ui.VBox):
         if kind == "png":
             figure = schedules(drawn, self.n_steps.value)
             return save(figure, folder / "_and_".join(names))[:1]
+        # Two schedules of one method: their files are numbered.
         if len({*names}) < len(names):
             names = [f"{name}_{number}" for number, name in enumerate(names, 1)]
         ending = {"csv": ".csv", "trace": ".trace.json"}[kind]
@@ -284,6 +287,7 @@ class Explorer(ui.VBox):
         with collector_paused():
             for column, spec in enumerate(specs):
                 try:
+                    # One impossible schedule leaves the drawing of the other one as it is.
                     results[column] = self._analyse(
                         spec, self.columns[column].free_chains
                     )
@@ -291,6 +295,7 @@ class Explorer(ui.VBox):
                     panes[column] = HTML.impossible(error, self._drawn[column])
             self._results = [*results.values()]
             pictures = pictures_of(self._results, by_slots=is_uniform)
+            # A common frame, so that lengths of both drawings can be compared by eye.
             frame = frame_of(pictures)
             for (column, (analysis, timeline)), picture in zip(
                 results.items(), pictures, strict=True
