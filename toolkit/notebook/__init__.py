@@ -2,18 +2,20 @@
 
 from toolkit.cli import settings
 from toolkit.files import ROOT
+from toolkit.notebook.cost_tables import (
+    by_rank,
+    counted_and_measured,
+    memory_saved,
+    when_cdp_helps,
+)
 from toolkit.notebook.live import Live, beside_prediction, train_on_ranks, watched
 from toolkit.notebook.run_tables import (
     by_epoch,
-    by_rank,
-    counted_and_measured,
     delay_study,
     differences,
     in_words,
-    memory_saved,
     own_curves,
     train_rules,
-    when_cdp_helps,
 )
 
 RESULTS = ROOT / "experiments" / "results"

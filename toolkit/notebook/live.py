@@ -48,6 +48,7 @@ class Live:
         """Show an activity and its completed share, from 0 to 1."""
         if not self.bars:
             self._add(self._title, total=1.0)
+        # One bar in all: ranks report by `report`, a process without ranks by `say`.
         (bar,) = self.bars
         bar.set_postfix_str(activity, refresh=False)
         bar.n = share  # not by update, since the next activity starts at 0 again
@@ -68,6 +69,7 @@ class Live:
             step = metrics.pop("step")
             bar.total = metrics.pop("n_steps")
             bar.set_postfix(metrics, refresh=False)
+            # update() takes an increment, and a report has the step.
             bar.update(step - bar.n)
         else:
             bar.set_postfix_str(str(value), refresh=False)

@@ -1,4 +1,4 @@
-"""Tables of own and kept runs, and of what was counted and measured.
+"""Tables of own and kept runs.
 
 ``epochs`` are tables of one row an epoch, as :func:`train_rules` or
 :func:`toolkit.results.collect.learning_curves` give them; ``measure`` is the test metric,
@@ -9,28 +9,15 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict
 from math import isnan
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import pandas as pd
 
-from toolkit.cost.situations import situation_cells
 from toolkit.errors import UserError
-from toolkit.format import (
-    counted_cells,
-    metric_cells,
-    rank_cells,
-    reduction_cells,
-    staleness_cells,
-)
+from toolkit.format import metric_cells, staleness_cells
 from toolkit.metric import ACCURACY, Metric
 from toolkit.results.statistics import in_a_sentence, interval, says
 from toolkit.schedule import labels
-
-if TYPE_CHECKING:
-    from toolkit.cost import MemoryCurve
-    from toolkit.runtime.meters.measurements import Measurements
-    from toolkit.runtime.meters.predicted_vs_measured import MeasuredRow
-    from toolkit.schedule.paper_table import PaperRow
 
 Curves = dict[str, list[list[float]]]
 
@@ -81,6 +68,7 @@ def train_rules(
         raise UserError(
             f"seeds are whole numbers, one or more, such as [0, 1]: got {seeds!r}"
         )
+    # Loaded once for all runs.
     images = load_samples(config.data)
     settle_delays(config, lambda: images.form)
     label_of_rule = labels(
@@ -90,6 +78,7 @@ def train_rules(
     n_done = 0
     rows: list[dict[str, Any]] = []
     for seed in seeds:
+        # Rules within a seed, so that a cell that is stopped has pairs.
         for rule, label in label_of_rule.items():
             on_epoch(f"{label}, seed {seed}", n_done / n_runs)
             run = build_run(rule_config(config, rule, seed), images)
@@ -147,6 +136,7 @@ def own_curves(
             f"kept and own runs share no rule: got {', '.join(kept_curves)} and"
             f" {', '.join(own_curves)}"
         )
+    # Figures need curves of one length, and the reader's runs are often short.
     n_epochs = min(_lengths(curves))
     for label, runs in curves.items():
         curves[label] = [run[:n_epochs] for run in runs]
@@ -240,6 +230,7 @@ def _summaries(
         )
     last_baseline = {seed: run[-1] for seed, run in values_of_rule[baseline].items()}
     rows = {}
+    # Pairs only: a kept comparison may have more seeds than the reader's own runs.
     for rule, runs in values_of_rule.items():
         last_values = {seed: run[-1] for seed, run in runs.items()}
         shared_seeds = last_values.keys() & last_baseline.keys()
@@ -266,9 +257,11 @@ def _values(epochs: pd.DataFrame, measure: Metric) -> dict[str, dict[int, list[f
             schedule_of_rule = dict(zip(rows["rule"], rows["schedule"], strict=True))
             labels_of_folder[folder] = labels(schedule_of_rule)
     values_of_rule: dict[str, dict[int, list[float]]] = {}
+    # Tables of train_rules have no folder; those of kept runs do, and perhaps several.
     keys = [name for name in ("folder", "rule", "schedule", "seed") if name in epochs]
     for _, run in epochs.groupby(keys, sort=False, dropna=False):
         first_row = run.iloc[0]
+        # A diverged run is unfinished as well, and is drawn until then.
         diverged = run.get("train_loss", run["epoch"]).isna().any()
         if first_row.get("state", "finished") != "finished" and not diverged:
             continue
@@ -314,6 +307,7 @@ def delay_study(folder: Path | str, measure: Metric = ACCURACY) -> pd.DataFrame:
     baseline = next(iter(label_of_rule.values()))
     cells_of_rule = {}
     for row in rows:
+        # One for each stage; the least is of the stage whose gradient turns most.
         cosines = []
         for delay in result["delays"]:
             if delay["rule"] == row["rule"] and delay["cosine"] is not None:
@@ -324,72 +318,3 @@ def delay_study(folder: Path | str, measure: Metric = ACCURACY) -> pd.DataFrame:
             **metric_cells(row, measure, baseline),
         }
     return pd.DataFrame.from_dict(cells_of_rule, orient="index")
-
-
-def memory_saved(
-    curves: "Mapping[str, MemoryCurve]", workers: Sequence[int]
-) -> pd.DataFrame:
-    """Return how far the peak of staggered workers is below that of simultaneous ones, by curve.
-
-    A curve is the memory of one micro-batch. The last column is the largest reduction,
-    1 - mean/peak, which no number of workers exceeds.
-
-    Args:
-        curves: memory of one micro-batch, by name.
-        workers: numbers of workers.
-    """
-    rows = []
-    for curve in curves.values():
-        reductions = {n_workers: curve.reduction(n_workers) for n_workers in workers}
-        rows.append(reduction_cells(reductions, curve.largest_reduction))
-    return pd.DataFrame(rows, index=[*curves])
-
-
-def counted_and_measured(
-    rows: "Sequence[PaperRow]", measured: "Sequence[MeasuredRow]" = ()
-) -> pd.DataFrame:
-    """Return the paper's settings counted from programs, and whether processes measured the same.
-
-    A: activations of one micro-batch over the whole model. P: the model's parameters.
-
-    Args:
-        rows: of :func:`toolkit.schedule.paper_table.compare`.
-        measured: of the same number of workers; others raise UserError.
-    """
-    measured_schedules = [row.measurements.schedule for row in measured]
-    if measured and measured_schedules != [row.schedule for row in rows]:
-        raise UserError(
-            "measured and counted schedules differ: take the same n in compare(n)"
-        )
-    cells = []
-    for row in rows:
-        footprint = {"setting": row.setting, "rule": row.rule} | asdict(row.counted)
-        cells.append(counted_cells(footprint))
-    table = pd.DataFrame(cells).set_index(["setting", "rule"])
-    if measured:
-        table["measured"] = [
-            f"{', '.join(row.differences)} differ" if row.differences else "equal"
-            for row in measured
-        ]
-    return table
-
-
-def when_cdp_helps(rows: "Iterable[Mapping[str, Any]]") -> pd.DataFrame:
-    """Return a table of memory, devices and step times of CDP and DP.
-
-    Args:
-        rows: situations, as :mod:`toolkit.cost.situations` finds them.
-    """
-    index = ["situation", "workers", "M/C"]
-    return pd.DataFrame([situation_cells(row) for row in rows]).set_index(index)
-
-
-def by_rank(measurements: "Measurements") -> pd.DataFrame:
-    """Return each rank's peak memory, and what it sent and received.
-
-    Args:
-        measurements: what ``runtime.measurements()`` returned.
-    """
-    return pd.DataFrame([rank_cells(row) for row in measurements.by_rank()]).set_index(
-        "rank"
-    )
