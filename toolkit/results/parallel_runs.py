@@ -146,11 +146,11 @@ def train_in_parallel(
     with (
         ParallelProgress(len(keys), n_epochs * len(keys)) as progress,
         Processes(n_processes) as processes,
-        _PassedOn(processes, running).heard() as signals,
+        _ForwardedSignals(processes, running).heard() as signals,
     ):
         setting = _Setting(folder, n_processes, torch.get_num_threads(), sys.argv)
         processes.begin(_train_keys, make_run, setting)
-        with _explained(running, folder, signals):
+        with _runs_named(running, folder, signals):
             # A process reports _Ready, trains the run that it is sent, reports how it ended, and so
             # on.
             for process, message in processes.reports():
@@ -215,7 +215,7 @@ def _check_all_ended(
 
 
 @contextmanager
-def _explained(
+def _runs_named(
     running: Mapping[int, Key], folder: Path, signals: Signals
 ) -> Iterator[None]:
     """Name the runs that were training when a process dies within.
@@ -242,7 +242,7 @@ def _explained(
         ) from error
 
 
-class _PassedOn(Signals):
+class _ForwardedSignals(Signals):
     """Signals of this process, passed on to the ``processes`` that are ``running`` a run.
 
     Each process has its own session, so a terminal does not signal it.
@@ -281,7 +281,7 @@ class _Setting:
     argv: list[str]  # for the origin of tracked runs
 
 
-class _Reported:
+class _ReportedProgress:
     """Progress bar of a training process: reports to the process that shows the bar."""
 
     def __init__(self) -> None:
@@ -326,7 +326,7 @@ def _train_keys(make_run: MakeRun, setting: _Setting) -> None:
 
 def _train_key(make_run: MakeRun, key: Key, setting: _Setting, signals: Signals) -> Any:
     """Train a run; return the message that reports how it ended."""
-    progress = _Reported()
+    progress = _ReportedProgress()
     # A tracked run removes its cache when it ends, which others must not share.
     cache = folder_of_run(setting.folder, *key) / "wandb_cache"
     try:

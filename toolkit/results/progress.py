@@ -73,10 +73,10 @@ class Progress(_EpochBar):
             interval = _interval()
         self._interval = interval
         self._refreshed = time.monotonic()
-        self._before = 0  # epochs of earlier runs
+        self._earlier_epochs = 0  # of the runs before this one
         self._new_run = True
-        self._since = 0.0  # time of the epoch's start
-        self._samples = 0  # samples since then
+        self._epoch_start = 0.0  # by time.monotonic
+        self._epoch_samples = 0
         self._losses: list[Tensor] = []  # of the epoch so far
         self._figures = self._note = ""
         super().__init__(n_epochs, shown=shown, interval=interval)
@@ -94,10 +94,10 @@ class Progress(_EpochBar):
         epochs = (step.result.step + 1) / step.n_steps
         # Neither evaluation, compilation nor the steps before a resumption count as time of steps.
         if step.step == 1 or self._new_run:
-            self._since = now
-            self._samples = 0
+            self._epoch_start = now
+            self._epoch_samples = 0
         else:
-            self._samples += step.samples
+            self._epoch_samples += step.samples
         if self._new_run:
             self._new_run = False
             # tqdm's rate counts from `initial` on, so without what was trained before.
@@ -108,7 +108,7 @@ class Progress(_EpochBar):
             self._losses.append(step.result.losses)
         # Assigned, not added up: a run that is rolled back repeats steps, and the bar goes back
         # with it.
-        self._bar.n = self._before + epochs
+        self._bar.n = self._earlier_epochs + epochs
         is_due = now >= self._refreshed + self._interval
         # The end of an epoch reads its losses anyway.
         if is_due or step.step == step.n_steps:
@@ -126,8 +126,8 @@ class Progress(_EpochBar):
             figures.append(f"{label} {_mean(self._losses):.3f}")
         if not self._is_narrow:
             figures.append(f"lr {learning_rate:.3g}")
-        if self._samples:
-            rate = self._samples / (now - self._since)
+        if self._epoch_samples:
+            rate = self._epoch_samples / (now - self._epoch_start)
             speed = f"{rate:.0f} samples/s"
             if self._is_narrow:
                 speed = f"{tqdm.format_sizeof(rate)}/s"
@@ -136,11 +136,11 @@ class Progress(_EpochBar):
 
     def ended(self, n_epochs: int) -> None:
         """End a run of ``n_epochs``; those that it did not train took no time."""
-        self._before += n_epochs
+        self._earlier_epochs += n_epochs
         if not self._bar.disable:
             # What was not trained here must not count for the rate that tqdm estimates the rest by.
-            self._bar.initial += self._before - self._bar.n
-            self._bar.n = self._before
+            self._bar.initial += self._earlier_epochs - self._bar.n
+            self._bar.n = self._earlier_epochs
 
     def line(self, text: str) -> None:
         """Print a line above the bar."""

@@ -152,9 +152,9 @@ def _round_up(spacing: float) -> float:
 @lru_cache(maxsize=16)
 def in_slots(analysis: Analysis) -> Picture:
     """Return the picture of a program by slots, its memory in micro-batches."""
-    placed_ops = [
-        Placed(cell.slot, cell.slot + 1, *cell[1:]) for cell in cells(analysis.drawn)
-    ]
+    placed_ops = []
+    for slot, row, stale, instruction in cells(analysis.drawn):
+        placed_ops.append(Placed(slot, slot + 1, row, stale, instruction))
     memory_label = f"peak {analysis.peak:.4g} micro-batches"
     traffic_label = f"most {analysis.most_sent:.4g} stage-parameters a slot"
     activations = [*enumerate(analysis.activations)]
