@@ -25,6 +25,7 @@ def install_command(*packages: str) -> str:
     It names the packages themselves, since an extra of this project can be installed from its
     own folder only.
     """
+    # A pip of another environment would install where this Python does not look.
     pip = shutil.which("pip")
     if pip and Path(pip).parent == Path(sys.executable).parent:
         command = "pip install"

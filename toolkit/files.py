@@ -128,6 +128,8 @@ def replacing(path: Path) -> Iterator[Path]:
 
     After an OSError, which names ``path``, the temporary file is removed and ``path`` unchanged.
     """
+    # In the same folder, since a rename is atomic only within a file system; with the process,
+    # since two may write.
     temporary = path.with_name(f".{path.name}.{os.getpid()}")
     try:
         yield temporary

@@ -164,6 +164,7 @@ def _wrapped(
         least_limits.append(max([heading, *words]))
         limits.append(max([heading, *map(len, column)]))
     too_long = sum(limits) + len(_GAP) * (len(limits) - 1) - width
+    # One character at a time from the widest column, so that all end about equally wide.
     for _ in range(too_long):
         breakable = [n for n, limit in enumerate(limits) if limit > least_limits[n]]
         if not breakable:

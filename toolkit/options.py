@@ -303,6 +303,7 @@ def flat(options: Mapping[str, Any]) -> dict[str, Any]:
 
 def without(options: Mapping[str, Any], names: Collection[str]) -> dict[str, Any]:
     """Return the options without those, or groups of them, that ``names`` lists."""
+    # With a dot, so that `save` also leaves out `save.steps`, but not `saved`.
     groups = tuple(f"{name}." for name in names)
     return {
         name: value
@@ -328,6 +329,7 @@ def differing(options: Sequence[Mapping[str, Any]]) -> list[str]:
     differing_names: set[str] = set()
     for options_of_run in options:
         for name, value in options_of_run.items():
+            # An option that some runs lack differs only if those that have it do.
             if first_values.setdefault(name, value) != value:
                 differing_names.add(name)
     return [name for name in first_values if name in differing_names]

@@ -93,6 +93,7 @@ def _command_lines(line: str, width: int) -> list[str]:
     lines = [indent.removesuffix(" ")]
     for word in _SHELL_WORD.findall(line):
         if (
+            # Room for the backslash, which follows a space.
             len(lines[-1]) + len(word) + len(" ") > width - len(" \\")
             and lines[-1].strip()
         ):

@@ -9,6 +9,8 @@ from pathlib import Path
 
 def is_rank_zero() -> bool:
     """Return whether this process prints and writes: the first rank, or the only process."""
+    # A stray RANK of another tool must not silence this process: it counts only within a
+    # WORLD_SIZE.
     rank = os.environ.get("RANK", "")
     n_ranks = os.environ.get("WORLD_SIZE", "")
     return not (

@@ -48,6 +48,7 @@ def counts(config: Mapping[Any, Any], name: str, of: str = "") -> list[int]:
     values = [option_value]
     if isinstance(option_value, Sequence) and not isinstance(option_value, str):
         values = list(option_value)
+    # By `type`, since True is an int for isinstance.
     if not values or not all(type(value) is int and value > 0 for value in values):
         raise UserError(f"{of}{name} is a whole number, 1 or more: got {option_value}")
     return values
@@ -71,6 +72,7 @@ def check_own(config: Mapping[Any, Any]) -> None:
                     f"own.{rule}.{name}: rules differ in {', '.join(OWN)} and their schedules, and"
                     f" share all else; got {name}. Compare it in a sweep of train"
                 )
+            # With a `_target_` the group is another choice, whose options are its own.
             if isinstance(value, Mapping) and "_target_" not in value:
                 option_names = [*map(str, config[name])]
                 for key in map(str, value):
@@ -112,6 +114,7 @@ def check_compressed(
     from toolkit.cost.compression import GRADIENT_BITS
     from toolkit.runtime.rank_compression import check_handed_on
 
+    # Blocks of 8 or 4 bits are for gradients that ranks hand on to one another.
     if compression in GRADIENT_BITS:
         if width > 1:
             raise UserError(
@@ -215,6 +218,7 @@ def resolve_options(config: DictConfig, options: Sequence[str]) -> None:
     }:
         config.schedule.delay = 0
     if config.get("workers") is not None and "microbatches" in config:
+        # The command line counts more than a preset, and `workers` would overrule it.
         if "microbatches" in option_names:
             config.workers = None  # of a preset
         else:
@@ -251,6 +255,7 @@ def _check_size(config: DictConfig) -> None:
         f"schedule.{name}": schedule.get(name) for name in ("accumulate", "n_ranks")
     }
     largest_sizes: dict[str, int] = {}
+    # Sweeps and tables have lists of sizes; the largest of each decides.
     for name, values in size_options.items():
         if not isinstance(values, ListConfig):
             values = [values]
@@ -268,6 +273,7 @@ def _check_size(config: DictConfig) -> None:
 
 def _check_known(config: DictConfig, group: str = "") -> None:
     """Reject options, added by ``+``, that no schema has; a ``_target_`` checks its own."""
+    # Hydra lets `+name=value` add any option, so a misspelt one would be ignored.
     schema_class = OmegaConf.get_type(config)
     if ("_target_" in config and group != "runtime.") or not is_dataclass(schema_class):
         return

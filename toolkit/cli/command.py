@@ -106,6 +106,7 @@ def chosen(*groups: str) -> str:
             named_arguments.append((name, argument))
     names = [name for name, _ in named_arguments]
     arguments = []
+    # Choices of the user's own need their folder on the other command, too.
     for source in config.runtime.config_sources:
         if source.provider == "command-line":
             arguments.append(f"--config-dir={source.path}")
@@ -266,6 +267,8 @@ class _CommandLine:
             if is_first_rank:
                 write_status(folder, Status(state, options, message, **fields))
 
+        # The lock is taken before the status is written: two processes with one folder would
+        # overwrite each other's.
         with alone_in(folder) if is_first_rank else nullcontext():
             starts_new = is_first_rank and not config.get("resume") and not restarted()
             if starts_new and (resumable_files := resumable_in(folder)):
@@ -275,8 +278,11 @@ class _CommandLine:
                 raise UserError(
                     f"{folder} has {resumable_files}: {hint}give a new one another hydra.run.dir"
                 )
+            # Before the options are resolved: a run that is killed from here on says that it was
+            # running.
             write(sweeps.RUNNING)
             # Results and runs that are resumed name the command by sys.argv.
+            # In a sweep sys.argv is the command of all runs, so each run sets its own for a while.
             earlier_argv = sys.argv
             sys.argv = command_of_job(self._name)
             try:
@@ -289,6 +295,7 @@ class _CommandLine:
                 write(sweeps.STOPPED, self._continuation)
                 raise
             except Exception as error:
+                # Ctrl-C within an import may arrive as another error: see was_interrupted.
                 if process.was_interrupted():
                     self._continuation = self._continues(config, folder)
                     write(sweeps.STOPPED, self._continuation)

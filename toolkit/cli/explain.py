@@ -28,6 +28,8 @@ _PLUGINS = {
     "joblib": "hydra-joblib-launcher",
     "submitit_slurm": "hydra-submitit-launcher",
 }
+# Hydra and OmegaConf say what is wrong only in the texts of their errors, so it is read from there.
+# Where no pattern fits, the text itself is shown.
 _LONG_WORD = re.compile(r"\S{400,}")
 _TARGET = re.compile(r"Error (locating|in call to) target '([^']*)'")
 _NO_MODULE = re.compile(r"Are you sure that module '(\w+)' is installed\?")
@@ -96,6 +98,7 @@ def _of_target(error: InstantiationException, cause: Exception) -> str | None:
     target_match = _TARGET.match(str(error))
     if target_match is None:
         return None
+    # An error within the target's own code is not the user's mistake, and keeps its traceback.
     if target_match[1] != "locating" and not _ARGUMENTS.search(str(cause)):
         return None
     target = target_match[2]
@@ -250,6 +253,7 @@ def _argument_of(file_name: str) -> str:
 
 def _raised_in(error: BaseException, *packages: str) -> bool:
     """Return whether code of one of the packages raised the error."""
+    # The last frame is that of the code that raised it.
     *_, (frame, _) = walk_tb(error.__traceback__)
     return str(frame.f_globals.get("__name__", "")).partition(".")[0] in packages
 
@@ -317,6 +321,7 @@ def _refused_value(override: str, cause: str, option_names: list[str]) -> str:
 def _no_option(key: str, option_names: list[str]) -> str:
     if key == "sweep" or "@" in key or key.startswith(("model.arguments.", "own.")):
         return f"there is no {key} yet: +{key}=... adds it"
+    # Rules have any name, so the schema calls it NAME; the message has the user's.
     rule = "rules.NAME"
     if key.startswith("rules."):
         rule = ".".join(key.split(".")[:2])

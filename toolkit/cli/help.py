@@ -18,6 +18,7 @@ from toolkit.terminal import wrapped
 def help_text(name: str, arguments: Sequence[str]) -> str:
     """Return the help of experiment ``name``, with the values that a command line sets."""
     config_folders = folders(arguments)
+    # compose() does not read --config-dir, so the folder goes into the search path.
     search_path = [f"file://{folder.resolve()}" for folder in config_folders[1:]]
     with initialize_config_dir(version_base="1.3", config_dir=str(conf())):
         overrides = [*parse(arguments).overrides, f"hydra.searchpath={search_path}"]
@@ -64,6 +65,7 @@ def choices(config_folders: Sequence[Path], group: str) -> list[str]:
     names = set()
     for config_folder in config_folders:
         folder = config_folder / group
+        # Files that begin with an underscore are bases of others, and no choices.
         for path in folder.rglob("[!_]*.yaml"):
             names.add(str(path.relative_to(folder)).removesuffix(".yaml"))
     return sorted(names)
@@ -92,6 +94,7 @@ def _groups(
 
 def _options(config: DictConfig) -> Iterator[str]:
     """Yield a line per option: name, value and help text."""
+    # Hydra's own options are none of the experiment's.
     with open_dict(config):
         del config.hydra
     options: Any = OmegaConf.to_container(config)

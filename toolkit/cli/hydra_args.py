@@ -20,6 +20,7 @@ def parse(arguments: Sequence[str]) -> Namespace:
         UserError: there is no such flag, or its value is wrong.
     """
     parser = get_args_parser()
+    # argparse would print its usage and exit; this error is shown as any other.
     parser.error = _refuse  # type: ignore[method-assign]
     return parser.parse_intermixed_args([*arguments])
 
@@ -53,6 +54,7 @@ def quoted(text: str) -> str:
     """Quote ``text``, so that Hydra reads it as it is."""
     if re.fullmatch(r"[A-Za-z0-9_./:+-]+", text):
         return text
+    # Hydra reads \' within quotes as a quote, so ``it's`` becomes ``'it\'s'``.
     # Backslashes count only before a quote.
     escaped = re.sub(
         r"(\\*)('|$)", lambda match: match[1] * 2 + ("\\'" if match[2] else ""), text

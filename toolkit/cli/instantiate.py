@@ -73,6 +73,7 @@ def build_hardware(config: DictConfig) -> "Hardware":
         UserError: a field is impossible, or a link is as slow as if its unit were another.
     """
     hardware: Hardware = make(config, "hardware", "toolkit.cost.Hardware")
+    # The usual mistake: a number of Gbit/s, which would make every schedule look hopeless.
     for name in ("link_bandwidth", "local_bandwidth"):
         bandwidth = getattr(hardware, name)
         if bandwidth < _LEAST_BANDWIDTH:

@@ -69,6 +69,7 @@ def _named(config: DictConfig, form: "InputSpec") -> dict[str, Any]:
     """Return the options of a catalogue model; raise UserError if it does not take ``form``."""
     excluded_options = {"target", "arguments"}
     parameters = _parameters(config)
+    # A function that takes any arguments refuses none before it is called.
     if parameters is not None:
         excluded_options |= {"name"} - parameters
         missing_arguments = sorted(form.arguments.keys() - parameters)
@@ -142,6 +143,7 @@ def analysed_form(config: DictConfig) -> "InputSpec":
         _parameters(config.model) or ()
     )
     shape = config.shape
+    # The usual sizes: 1,024 tokens, or ImageNet's images.
     if shape is None and is_language_model:
         shape = [1024]
     elif shape is None:
@@ -180,6 +182,8 @@ def _form_of_user_model(config: DictConfig, form: "InputSpec") -> "InputSpec":
         model = build_model(config.model, form)
     possible_forms: list[InputSpec] = [form]
     if isinstance(form, Sequences):
+        # Features first: an embedding refuses floating-point numbers, so that only a model of
+        # features takes them.
         possible_forms.insert(0, Features(form.length, config.classes or 1000))
     for possible_form in possible_forms:
         try:

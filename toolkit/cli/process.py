@@ -109,6 +109,7 @@ def interruptible(under_way: Callable[[], bool]) -> Iterator[None]:
             for process in multiprocessing.active_children():
                 with suppress(OSError):
                     os.kill(process.pid or 0, signal.SIGTERM)
+            # They may be in the middle of a training step, or write a checkpoint.
             deadline = time.monotonic() + _PATIENCE
             while (
                 multiprocessing.active_children()
@@ -116,6 +117,7 @@ def interruptible(under_way: Callable[[], bool]) -> Iterator[None]:
                 and time.monotonic() < deadline
             ):
                 time.sleep(0.1)
+        # Before the exception: code that it meets may turn it into another error.
         _interrupted.set()
         raise KeyboardInterrupt
 
@@ -127,5 +129,6 @@ def interruptible(under_way: Callable[[], bool]) -> Iterator[None]:
     try:
         yield
     finally:
+        # A caller such as a test or a notebook gets its own handlers back.
         for number, handler in earlier_handlers.items():
             signal.signal(number, handler)

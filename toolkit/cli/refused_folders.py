@@ -48,6 +48,7 @@ def snapshot(arguments: Sequence[str]) -> EarlierFolder:
         with suppress(OSError):
             # Raises it for a device, which would be read without end.
             check_regular(path)
+            # The contents, since Hydra overwrites these files before anything is refused.
             files[path] = path.read_bytes()
     return EarlierFolder(folder, files)
 
@@ -69,6 +70,7 @@ def restore(earlier: EarlierFolder) -> None:
 
 def discard(folder: Path) -> None:
     """Remove the folder of a run that was refused before it began."""
+    # A folder with anything else holds results, and stays.
     if _is_unused(folder):
         # Another process may have begun a run in the same folder.
         with suppress(OSError, UserError), alone_in(folder):

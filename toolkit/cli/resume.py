@@ -143,6 +143,7 @@ def _of_result(folder: Path) -> tuple[str, list[str], list[str]] | None:
     """Return the same from the command in ``result.json`` of a comparison; else None."""
     with suppress(OSError, ValueError, KeyError, TypeError, AttributeError):
         command = read_plain(folder / "result.json")["provenance"]["command"]
+        # `cyclic-dp compare OPTIONS`, or `python compare.py OPTIONS` of older versions.
         _, script, *options = shlex.split(command)
         if Path(script).stem == "compare":
             return "compare", options, []
@@ -166,6 +167,7 @@ def _sweep_resumed(
             f"resume={folder} is a sweep, which continues with its own options: leave out"
             f" {' '.join(other_options)}"
         )
+    # Each rank would look for itself which runs are left, and ranks might disagree.
     if int(os.environ.get("WORLD_SIZE", "1")) > 1:
         raise UserError(
             f"resume={folder} is a sweep, and under torchrun only single runs are resumed: give the"

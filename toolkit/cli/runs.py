@@ -93,6 +93,7 @@ def build_run(
     # Results keep the sizes that the schedule has, which a file of rank orders brings along.
     config.stages = schedule.n_stages
     config.microbatches = schedule.n_workers
+    # Ranks meet before most of the work, so that one that fails there ends the others as well.
     world = join_world(config, schedule)
     samples = load()
     runtime = dict(config.runtime)
@@ -240,6 +241,7 @@ def settle_delays(
         with torch.device("meta"):
             model = build_model(config.model, samples)
         costs_of = ModelCosts(model, example, config.precision, config.checkpoint)
+    # Each schedule has its own: the delay follows from its timing and its cut.
     for options, limit in affordable_options:
         # A delay with which the schedule can be built; the affordable one follows from its timing.
         options.delay = 1

@@ -33,6 +33,7 @@ def build_schedule(config: DictConfig) -> Schedule:
         return ScheduleSpec.from_config(options).build()
     check_file_options(options)
     phases = options.pop("phases", None) or []
+    # The user's own function: it takes objects where the catalogue takes plain values.
     arguments = {name: value for name, value in options.items() if name not in OF_FILES}
     described = {"delay": RandomDelay, "correction": Correction}
     objects = {

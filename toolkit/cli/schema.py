@@ -44,6 +44,8 @@ def schemas() -> dict[str, dict[str, type]]:
         # Only a file that extends its own schema gets one.
         if f"schema/{group}/{name}@_here_" in path.read_text():
             options = _of_file(path)
+            # Options of a training are those of its dataclass, so that Python and YAML cannot
+            # differ.
             if name in ("train", "compare"):
                 training = _of_dataclass(TrainingOptions)
                 training["tracking"] = _nested("tracking", TrackingOptions)
@@ -117,6 +119,7 @@ def _of_file(path: Path) -> SchemaOptions:
             if base_file.is_file():
                 options |= _of_file(base_file)
             continue
+        # An entry such as `model: resnet18` makes the group an option.
         group, choice = next(iter(entry.items()))
         if group.startswith("override") or group in PRESETS:
             continue

@@ -119,6 +119,7 @@ class Sweep(Callback):
         make_readable()
         if is_rank_zero():
             Sweep.folder = folder = Path(config.hydra.sweep.dir)
+            # A refused sweep removes its folder only if it has made it.
             Sweep.is_new = not folder.exists()
             folder.mkdir(parents=True, exist_ok=True)
             write_json(folder / _NAME, {"options": list(Sweep.options)})
@@ -166,6 +167,7 @@ def with_defaults(arguments: Sequence[str]) -> list[str]:
     if "hydra/sweeper/sampler=grid" in arguments:
         del defaults["sampler.seed"]
     option_names = {key_of(argument) for argument in arguments}
+    # Options that the user sets are kept as they are.
     with_missing = [*arguments]
     for name, value in defaults.items():
         option = f"hydra.sweeper.{name}"
@@ -225,6 +227,7 @@ def summary(experiment: str, resumable: bool = True) -> tuple[str, bool]:
     ]
     where = f" in {Sweep.folder}" if resumable else ""
     lines = ["", f"{count(len(states), 'run')}{where}: {', '.join(counts)}"]
+    # Job 10 comes after job 9: sorted by length, within which the order of the names stays.
     for path, status in sorted(runs.items(), key=lambda item: len(item[0].name)):
         if status.state != FINISHED:
             line = f"  {word_of_state[status.state]}: {path.name} ({' '.join(status.options)})"

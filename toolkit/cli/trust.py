@@ -41,6 +41,7 @@ def check_options(
     """
     flags = vars(parse(options))
     overrides = flags.pop("overrides")
+    # 1. Flags, of which only -m is safe: --config-dir names a folder of choices, for example.
     refused_options = [
         f"--{name.replace('_', '-')}"
         for name in flags
@@ -48,6 +49,7 @@ def check_options(
     ]
     group_names = {name.partition(".")[0] for name in schema.option_names(experiment)}
     group_names |= {*groups(conf())}
+    # 2. Options: those of the experiment's groups with values that run nothing new.
     refused_options += [
         option
         for option in overrides
@@ -77,6 +79,7 @@ def check_links(folder: Path) -> None:
 def _is_safe(
     option: str, group_names: set[str], config_folders: Sequence[Path]
 ) -> bool:
+    # One refusal after another; what none of them applies to only sets values of this project.
     key, value = key_of(option), value_of(option)
     group, _, package = key.partition("@")
     # An interpolation could read the environment, and with it a secret.
@@ -92,6 +95,7 @@ def _is_safe(
     # These say whose account a key of this machine uploads to.
     if key in _UPLOADS and value not in ("offline", "disabled"):
         return False
+    # Anywhere in the option: a value may be a mapping with a `_target_` within.
     if "target" in option:
         target_match = _CALLED.fullmatch(option)
         target = target_match and (target_match[1] or target_match[2])

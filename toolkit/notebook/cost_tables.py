@@ -31,6 +31,7 @@ def memory_saved(
     """
     rows = []
     for curve in curves.values():
+        # Shifted by equal parts of the step, as the paper shifts them; the mean bounds all of them.
         reductions = {n_workers: curve.reduction(n_workers) for n_workers in workers}
         rows.append(reduction_cells(reductions, curve.largest_reduction))
     return pd.DataFrame(rows, index=[*curves])
@@ -57,6 +58,7 @@ def counted_and_measured(
     for row in rows:
         footprint = {"setting": row.setting, "rule": row.rule} | asdict(row.counted)
         cells.append(counted_cells(footprint))
+    # Settings are the rows that the paper compares; within each, DP comes before CDP.
     table = pd.DataFrame(cells).set_index(["setting", "rule"])
     if measured:
         table["measured"] = [

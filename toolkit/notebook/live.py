@@ -117,6 +117,7 @@ def train_on_ranks(config: Any) -> "Measurements | None":
     from toolkit.runtime import report
     from toolkit.training import Step
 
+    # Only the training: a notebook needs neither checkpoints nor a folder of results.
     run = build_run(config)
 
     def report_step(step: Step) -> None:
@@ -124,6 +125,7 @@ def train_on_ranks(config: Any) -> "Measurements | None":
             "step": step.result.step + 1,
             "n_steps": step.n_steps * run.options.epochs,
         }
+        # Losses are a tensor on the device, and reading it waits for the step.
         if len(step.result.losses):  # this rank computes a loss
             message["loss"] = float(step.result.loss)
         message["lr"] = step.learning_rate
@@ -146,6 +148,7 @@ def beside_prediction(
     from toolkit.cli.check_options import check_training
     from toolkit.training.profiling import beside_prediction
 
+    # Built again in this process: the ranks have ended, and their stages with them.
     form = load_samples(config.data).form
     model = build_model(config.model, form)
     return beside_prediction(measurements, model, form, check_training(config))

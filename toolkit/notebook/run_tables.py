@@ -62,6 +62,7 @@ def train_rules(
         )
     if seeds is None:
         seeds = seeds_of(config)
+    # A generator would be empty after the first rule.
     if isinstance(seeds, Iterable):
         seeds = [*seeds]
     if not isinstance(seeds, list) or not seeds:
@@ -70,6 +71,7 @@ def train_rules(
         )
     # Loaded once for all runs.
     images = load_samples(config.data)
+    # Before schedules are built, an affordable delay becomes a matrix in `config`.
     settle_delays(config, lambda: images.form)
     label_of_rule = labels(
         {name: build_schedule(rule).name for name, rule in config.rules.items()}
@@ -107,6 +109,7 @@ def by_epoch(epochs: pd.DataFrame, measure: Metric = ACCURACY) -> Curves:
     for rule, runs in _values(epochs, measure).items():
         curves[rule] = []
         for run in runs.values():
+            # Tables have per cent, figures take shares.
             curves[rule].append([value / measure.factor for value in run])
     return curves
 
@@ -176,6 +179,7 @@ def differences(
     cells_of_rule = {}
     for rule, row in _summaries(epochs, baseline, measure, margin).items():
         cells = {"runs": row["runs"], **metric_cells(row, measure, baseline)}
+        # The baseline has no difference from itself to say anything about.
         cells["says"] = ""
         if rule != baseline:
             low, high = interval(row, measure)
@@ -223,6 +227,7 @@ def _summaries(
     lengths = sorted(
         _lengths({rule: runs.values() for rule, runs in values_of_rule.items()})
     )
+    # The last epochs are compared, so they have to be the same ones.
     if len(lengths) > 1:
         raise UserError(
             f"runs have {', '.join(map(str, lengths))} epochs: keep those that all have, by"
@@ -303,6 +308,7 @@ def delay_study(folder: Path | str, measure: Metric = ACCURACY) -> pd.DataFrame:
             f"{folder} has no result of a comparison with test {measure.name}: give a finished"
             " output folder of cyclic-dp compare, such as that of study=delays"
         )
+    # Rules whose schedules share a name are labelled by their own names, too.
     label_of_rule = labels({row["rule"]: row["schedule"] for row in rows})
     baseline = next(iter(label_of_rule.values()))
     cells_of_rule = {}
@@ -310,6 +316,7 @@ def delay_study(folder: Path | str, measure: Metric = ACCURACY) -> pd.DataFrame:
         # One for each stage; the least is of the stage whose gradient turns most.
         cosines = []
         for delay in result["delays"]:
+            # None where a fresh gradient was not computed at any step.
             if delay["rule"] == row["rule"] and delay["cosine"] is not None:
                 cosines.append(delay["cosine"])
         cells_of_rule[label_of_rule[row["rule"]]] = {

@@ -62,8 +62,8 @@ def frame_of(pictures: Sequence[Picture]) -> Frame:
     end = max(picture.end for picture in pictures)
     width = _WIDE if len(pictures) == 1 else _NARROW
     cell_length = min(map(_median_cell, pictures))
-    # Slots are as wide as the drawing allows, up to `_LARGEST`. A drawing in seconds may be stretched
-    # for the numbers in its cells, to three times its width at most.
+    # Slots are as wide as the drawing allows, up to `_LARGEST`. A drawing in seconds may be
+    # stretched for the numbers in its cells, to three times its width at most.
     if pictures[0].in_slots:
         scale = width / (end + 1)
         max_cell = _LARGEST
