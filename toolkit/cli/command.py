@@ -106,7 +106,7 @@ def chosen(*groups: str) -> str:
             named_arguments.append((name, argument))
     names = [name for name, _ in named_arguments]
     arguments = []
-    # Choices of the user's own need their folder on the other command, too.
+    # Choices of the user need their folder on the other command, too.
     for source in config.runtime.config_sources:
         if source.provider == "command-line":
             arguments.append(f"--config-dir={source.path}")
@@ -157,6 +157,19 @@ def command_of_job(name: str) -> list[str]:
 def _let_hydra_raise() -> None:
     """Let Hydra raise errors, which it otherwise prints before it ends the process."""
     os.environ[_VERBOSE] = "1"
+
+
+def _check_new_run(config: DictConfig, folder: Path) -> None:
+    """Raise UserError if a new run in ``folder`` would overwrite one that can be resumed."""
+    resumable_files = resumable_in(folder)
+    if not resumable_files:
+        return
+    hint = ""
+    if "resume" in config:
+        hint = f"{shlex.quote(f'resume={folder}')} continues it; "
+    raise UserError(
+        f"{folder} has {resumable_files}: {hint}give a new one another hydra.run.dir"
+    )
 
 
 class _CommandLine:
@@ -270,14 +283,8 @@ class _CommandLine:
         # The lock is taken before the status is written: two processes with one folder would
         # overwrite each other's.
         with alone_in(folder) if is_first_rank else nullcontext():
-            starts_new = is_first_rank and not config.get("resume") and not restarted()
-            if starts_new and (resumable_files := resumable_in(folder)):
-                hint = ""
-                if "resume" in config:
-                    hint = f"{shlex.quote(f'resume={folder}')} continues it; "
-                raise UserError(
-                    f"{folder} has {resumable_files}: {hint}give a new one another hydra.run.dir"
-                )
+            if is_first_rank and not config.get("resume") and not restarted():
+                _check_new_run(config, folder)
             # Before the options are resolved: a run that is killed from here on says that it was
             # running.
             write(sweeps.RUNNING)

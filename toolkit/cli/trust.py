@@ -41,7 +41,7 @@ def check_options(
     """
     flags = vars(parse(options))
     overrides = flags.pop("overrides")
-    # 1. Flags, of which only -m is safe: --config-dir names a folder of choices, for example.
+    # 1. Flags. Only -m is safe: --config-dir, for example, names a folder of choices.
     refused_options = [
         f"--{name.replace('_', '-')}"
         for name in flags

@@ -61,7 +61,7 @@ def _draw_times(figure: Any, rows: Rows, methods: list[str]) -> None:
     """Draw a panel per link and a row per method; rows of other families are divided by a line."""
     links = list(dict.fromkeys(row["link"] for row in rows))
     panels = figure.subplots(1, len(links), squeeze=False, sharex=True, sharey=True)[0]
-    # Without DDP on some link its ratios would stand beside seconds, so all rows are in seconds
+    # Without DDP on some link its ratios would stand next to seconds, so all rows are in seconds
     # then.
     is_relative = all(row["/ DDP"] is not None for row in rows)
     for axes, link in zip(panels, links, strict=True):

@@ -125,8 +125,8 @@ def train_on_ranks(config: Any) -> "Measurements | None":
             "step": step.result.step + 1,
             "n_steps": step.n_steps * run.options.epochs,
         }
-        # Losses are a tensor on the device, and reading it waits for the step.
-        if len(step.result.losses):  # this rank computes a loss
+        # In a pipeline only the rank of the last stage has losses.
+        if len(step.result.losses):
             message["loss"] = float(step.result.loss)
         message["lr"] = step.learning_rate
         report(message)

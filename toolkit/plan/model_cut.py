@@ -23,7 +23,7 @@ class ModelCut:
 
     Attributes:
         make_model: makes the model of a seed.
-        target: the model's name on a command line; empty if it has none.
+        target: the model's name on a command line; empty without one.
         stages: of the first model.
         n_stages: 1 if the model cannot be cut.
         data: samples on the model's device.

@@ -102,7 +102,7 @@ def _best_starts(
     all_workers = np.append(np.ones(period), 0.0)
     peak = np.eye(period + 1)[period]
     # Shifting all workers alike changes no sum, so one of them may as well start in slot 0. The
-    # solver then need not tell shifted solutions apart.
+    # solver then meets no shifted copies of a solution.
     lower_bounds = np.zeros(period + 1)
     lower_bounds[0] = 1
     # Minimise the peak, where levels @ workers <= peak, and the workers are n_workers in all.

@@ -35,7 +35,7 @@ def _ranks_cell(prediction: Prediction) -> str:
 
 
 def terminal_table(predictions: Sequence[Prediction], baseline: Prediction) -> str:
-    """Return the table of some predictions, without columns that tell nothing."""
+    """Return the table of some predictions, without columns that say nothing."""
     rows = []
     for index, prediction in enumerate(predictions):
         cells = terminal_cells(prediction, baseline)

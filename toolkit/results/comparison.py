@@ -236,7 +236,7 @@ def train_one(
             notes += outcome.notes
             if outcome.resumed_at:
                 notes.append(f"resumed at step {outcome.resumed_at}")
-        # Also the epochs that a diverged run has not trained: the bar counts those of all runs.
+        # Also the epochs after a divergence: the bar counts those of all runs.
         progress.ended(n_epochs)
         progress.note(f"last: {run.schedule.name} {score}")
     return RuleRun(

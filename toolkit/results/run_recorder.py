@@ -341,8 +341,7 @@ def _write_measured(
     rows: list[PlainRow] = [*measured.by_rank()]
     predicted: Timeline | None = None
     try:
-        # The prediction is made from the costs of whole stages, of which each device here has a
-        # share.
+        # Costs are those of whole stages, and a device of such a rank has only a share of each.
         if getattr(run.runtime, "width", 1) != 1:
             raise UserError("costs are those of ranks of one device")
         model, form = run.build_model(), run.samples.form
