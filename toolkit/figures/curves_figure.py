@@ -34,9 +34,11 @@ def accuracy(curves: Curves) -> Figure:
     Raises:
         UserError: there is no rule, a rule has no runs, or they differ in their epochs.
     """
-    percentages = {}
+    percentages: dict[str, list[list[float]]] = {}
     for rule, runs in curves.items():
-        percentages[rule] = [[ACCURACY.factor * share for share in run] for run in runs]
+        percentages[rule] = []
+        for run in runs:
+            percentages[rule].append([ACCURACY.factor * share for share in run])
     return over_epochs(percentages, ACCURACY)
 
 

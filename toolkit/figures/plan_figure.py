@@ -43,8 +43,8 @@ def plan_figure(
     beaten = [
         row for row in beaten if row["seconds"] <= max(slowest, SLOWEST * fastest)
     ]
-    most = max(row["memory"] for row in (*unbeaten, *beaten, baseline))
-    unit, unit_name = (GIB, "GiB") if most >= GIB else (MIB, "MiB")
+    max_memory = max(row["memory"] for row in (*unbeaten, *beaten, baseline))
+    unit, unit_name = (GIB, "GiB") if max_memory >= GIB else (MIB, "MiB")
     with drawing((6.4, 3.6)) as figure:
         axes = figure.subplots()
         _scatter(axes, unit, beaten, s=6, color="#CCCCCC", label="other schedules")

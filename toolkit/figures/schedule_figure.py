@@ -181,7 +181,7 @@ def _draw_grid(axes: Axes, program: Program, width: float, height: float) -> Non
         # Three shades, so that neighbouring training steps always differ.
         opacity = 0.4 + 0.3 * ((instruction.step or 0) % 3)
         fills.append(to_rgba(_FILL[instruction.action], opacity))
-        labels.append((slot + 0.5, row, str(instruction.stage)))
+        labels.append((slot + 0.5, row, instruction.stage))
         if stale:
             bars.append([(slot + 0.2, row + 0.34), (slot + 0.8, row + 0.34)])
     # White edges would hide cells that are a few points wide.
@@ -199,10 +199,16 @@ def _draw_grid(axes: Axes, program: Program, width: float, height: float) -> Non
     # A digit is about 0.64 of its size wide, so that all digits take 0.83 of the cell.
     font_size = min(_LETTERS, 1.3 * width / n_digits, 0.75 * height)
     if font_size >= _SMALLEST:
-        for label in labels:
+        for x, y, stage in labels:
             # A text that takes part in the layout would make it slow.
             axes.text(
-                *label, ha="center", va="center", fontsize=font_size, in_layout=False
+                x,
+                y,
+                str(stage),
+                ha="center",
+                va="center",
+                fontsize=font_size,
+                in_layout=False,
             )
     axes.tick_params(length=0, labelbottom=False)
     axes.spines[["left", "bottom"]].set_visible(False)

@@ -36,7 +36,9 @@ class _Lists:
 
     def __init__(self, problem: OrderProblem, keys: Sequence[float]) -> None:
         self.problem = problem
-        self.interval, self.patience, *self.keys = keys
+        self.interval = keys[0]
+        self.patience = keys[1]
+        self.keys = keys[2:]
         self.orders: list[RankOrder] = [[] for _ in problem.room]
         # [chain][microbatch].
         self.ends: list[list[float]] = [[] for _ in problem.seconds]

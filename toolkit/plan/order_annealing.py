@@ -102,9 +102,7 @@ class OrderAnnealing:
         # 2. OR-tools on merged stages.
         solver_end = begin + 0.6 * seconds_left
         candidates.append(self._orders_of_block(block, use_exact, solver_end))
-        problem, orders = min(
-            candidates, key=lambda pair: (not _fits(*pair), pair[0].period(pair[1]))
-        )
+        problem, orders = min(candidates, key=_order_merit)
 
         # 3. Single places of ops.
         bound = step_bound(problem)
@@ -332,6 +330,12 @@ def _fits(problem: OrderProblem, orders: list[RankOrder]) -> bool:
     return all(
         peak <= room * (1 + TIE) for peak, room in zip(peaks, problem.room, strict=True)
     )
+
+
+def _order_merit(candidate: tuple[OrderProblem, list[RankOrder]]) -> tuple:
+    """Return the sort key of a problem and its orders: those that fit first, then the fastest."""
+    problem, orders = candidate
+    return not _fits(problem, orders), problem.period(orders)
 
 
 def _catalogue_orders(

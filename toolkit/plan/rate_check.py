@@ -2,6 +2,7 @@
 
 import logging
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from math import inf
 
 import torch
@@ -103,14 +104,14 @@ def _check(run: TrainingRun, on_activity: Callable[[str], None]) -> str | None:
     n_steps = run.schedule.next_change(0) or len(batches) * run.options.epochs
     # The highest rate of the schedule counts, which warm-up reaches late.
     rate = max(map(run.rate, range(0, n_steps, max(1, n_steps // _MOST_STEPS))))
-    sgd_options = schedule, options["momentum"], options["nesterov"]
+    recurrence = Recurrence(schedule, options["momentum"], options["nesterov"])
     # 2. A first look at one micro-batch.
     on_activity("checking the learning rate: curvature of a micro-batch")
     # One micro-batch takes a fraction of the time, and settles it for most rates.
     first_estimate = first_curvature(run, 1, tolerance=_TOLERANCE, seconds=_SECONDS)
     if (
         first_estimate.value <= 0
-        or Recurrence(*sgd_options).growth(rate * first_estimate.value) < _FAST
+        or recurrence.growth(rate * first_estimate.value) < _FAST
     ):
         return None
     # 3. All micro-batches of the first step, and how the stages share the steepest direction. The
@@ -122,7 +123,8 @@ def _check(run: TrainingRun, on_activity: Callable[[str], None]) -> str | None:
     curvature = first_curvature(
         run, n_microbatches, tolerance=_TOLERANCE, seconds=_SECONDS
     )
-    recurrence = Recurrence(*sgd_options, coupling_of(stage_shares(run, curvature)))
+    coupling = coupling_of(stage_shares(run, curvature))
+    recurrence = replace(recurrence, coupling=coupling)
     growth = recurrence.growth(rate * curvature.value)
     if growth < _FAST:
         return None

@@ -286,7 +286,8 @@ def _notes_on(outcome: Outcome) -> list[str]:
         if outcome.resumed_at == outcome.run.runtime.steps_done:
             detail = "there was nothing left to train"
         notes.append(f"resumed at step {outcome.resumed_at}: {detail}")
-    if damaged := _damaged(outcome.run):
+    damaged = _damaged(outcome.run)
+    if damaged:
         notes.append(
             f"{len(damaged)} damaged images, each replaced by another of its class"
         )

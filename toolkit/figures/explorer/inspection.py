@@ -284,8 +284,9 @@ def settled(
         The spec, and its form; None where no message takes time, so that all forms are as fast.
     """
     is_affordable = spec.delay == AFFORDABLE
+    n_pairs = spec.stages * spec.microbatches
     # Each guess of the search is simulated, so it would take minutes while a user waits.
-    if is_affordable and (n_pairs := spec.stages * spec.microbatches) > _SEARCHED:
+    if is_affordable and n_pairs > _SEARCHED:
         raise UserError(
             f"the explorer finds the affordable delay of at most {_SEARCHED} stages times"
             f" micro-batches: got {n_pairs}; toolkit.cost.affordable_delay has no limit"

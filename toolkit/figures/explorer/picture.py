@@ -81,11 +81,9 @@ class Picture:
     def reasons(self) -> dict[Instruction, str]:
         """Return, for each drawn op, a sentence that says why it starts no earlier."""
         place = {placed.instruction: placed for placed in self.cells}
-        rank_of = {
-            instruction: rank
-            for rank, instructions in enumerate(self.program.ranks)
-            for instruction in instructions
-        }
+        rank_of: dict[Instruction, int] = {}
+        for rank, instructions in enumerate(self.program.ranks):
+            rank_of |= dict.fromkeys(instructions, rank)
         sentences: dict[Instruction, str] = {}
         for instruction, awaited_ops in waits(self.program).items():
             awaited = [op for op in awaited_ops if op in place]

@@ -143,11 +143,12 @@ class _Group:
             )
             for compared_method in compared_methods:
                 if compared_method in self.results and compared_method != name:
-                    pair = self.results[name], self.results[compared_method]
-                    yield (
-                        f"{name} {compared_method}",
-                        verdict(*pair, in_slots=self.is_uniform),
+                    sentence = verdict(
+                        self.results[name],
+                        self.results[compared_method],
+                        in_slots=self.is_uniform,
                     )
+                    yield f"{name} {compared_method}", sentence
 
 
 def _packed(text: str) -> str:

@@ -321,8 +321,9 @@ class Explorer(ui.VBox):
         analysis = analyse(spec, self.n_steps.value)
         schedule = analysis.schedule
         if has_model:
-            sizes = schedule.n_ranks, schedule.n_microbatches
-            seconds = ddp_seconds(costs_of, machine, *sizes)
+            seconds = ddp_seconds(
+                costs_of, machine, schedule.n_ranks, schedule.n_microbatches
+            )
             analysis = replace(analysis, form=form, ddp_seconds=seconds)
         if form is not None:
             return analysis, form.timeline
