@@ -11,7 +11,7 @@ demo: $(READY)  ## compare DP, CDP-v1 and CDP-v2 on handwritten digits
 test: $(READY)  ## the whole test suite; with THOROUGH=1, more sizes, ranks and examples
 	$(BIN)/python -m pytest --numprocesses auto --maxprocesses 4 --dist loadfile --no-loadscope-reorder --max-worker-restart 0
 
-notebooks: $(READY)  ## run every notebook from top to bottom, and look at them in a browser
+notebooks: $(READY)  ## build the site, and check its notebooks' outputs, its pages and JupyterLab in a browser
 	NOTEBOOKS=1 BROWSER=1 $(BIN)/python -m pytest tests/notebooks tests/docs --durations 8
 
 docs: $(READY)  ## the site, with executed notebooks, in outputs/site

@@ -59,6 +59,18 @@ def pytest_unconfigure() -> None:
     gc.unfreeze()
 
 
+@pytest.fixture(scope="session")
+def site(tmp_path_factory):
+    """The site: with NOTEBOOKS=1 with executed notebooks, in outputs/site."""
+    from tests.site import ROOT, build_site
+
+    if "NOTEBOOKS" not in os.environ:
+        return build_site(tmp_path_factory.mktemp("outputs"), execute=False)
+    # Workers of pytest-xdist must not write to one folder.
+    worker = os.environ.get("PYTEST_XDIST_WORKER", "")
+    return build_site(ROOT / "outputs" / worker, execute=True)
+
+
 @pytest.fixture
 def analysed_once(monkeypatch):
     """Runs share the analysis of models of one form."""

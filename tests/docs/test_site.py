@@ -1,15 +1,16 @@
-"""The site in a browser, without running the notebooks: BROWSER=1 python -m pytest tests/docs"""
+"""The site in a browser: BROWSER=1 python -m pytest tests/docs
+
+With NOTEBOOKS=1 notebooks are executed, else their pages have no outputs.
+"""
 
 import os
 import shutil
-import subprocess
-import sys
 from importlib.util import find_spec
-from pathlib import Path
 
 import pytest
 
-ROOT = Path(__file__).parents[2]
+from tests.site import ROOT
+
 CHROMIUM = next(filter(None, map(shutil.which, ("chromium", "chromium-browser"))), None)
 MISSING = [
     name
@@ -30,31 +31,15 @@ SHOWN = [
 ]
 OUTSIDE = "() => document.documentElement.scrollWidth - window.innerWidth"
 
-pytestmark = [
-    pytest.mark.browser,
-    pytest.mark.skipif("BROWSER" not in os.environ, reason="BROWSER=1 runs it"),
-    pytest.mark.skipif(
-        bool(MISSING) or CHROMIUM is None, reason=f"no Chromium, or no {MISSING}"
-    ),
-]
 
-
-@pytest.fixture(scope="module")
-def site(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("site")
-    build = [
-        sys.executable,
-        "-m",
-        "sphinx",
-        "--fail-on-warning",
-        "-q",
-        "-c",
-        "docs",
-        ".",
-        folder,
-    ]
-    subprocess.run(build, cwd=ROOT, env=os.environ | {"EXECUTE": "off"}, check=True)
-    return folder
+def in_browser(test):
+    """Skip ``test`` without BROWSER=1, or without what a browser needs."""
+    missing = bool(MISSING) or CHROMIUM is None
+    test = pytest.mark.skipif(missing, reason=f"no Chromium, or no {MISSING}")(test)
+    test = pytest.mark.skipif("BROWSER" not in os.environ, reason="BROWSER=1 runs it")(
+        test
+    )
+    return pytest.mark.browser(test)
 
 
 @pytest.fixture(scope="module")
@@ -68,6 +53,15 @@ def browser():
         found.close()
 
 
+@pytest.mark.skipif(
+    not {"BROWSER", "NOTEBOOKS"} & set(os.environ),
+    reason="takes a minute: BROWSER=1 or NOTEBOOKS=1",
+)
+def test_is_built_without_warnings(site):
+    assert site.succeeded, site.messages
+
+
+@in_browser
 @pytest.mark.parametrize("wide", [390, 800, 1280])
 def test_pages_fit_and_load_nothing_from_elsewhere(browser, site, wide):
     page, problems = browser.new_page(viewport={"width": wide, "height": 900}), []
@@ -77,7 +71,7 @@ def test_pages_fit_and_load_nothing_from_elsewhere(browser, site, wide):
     asked = []
     page.on("request", lambda request: asked.append(request.url))
     for name in SHOWN:
-        page.goto((site / name).as_uri())
+        page.goto((site.pages / name).as_uri())
         assert page.locator("h1").count() == 1
         assert page.evaluate(OUTSIDE) <= 0, name
         for image in page.locator("img").all():
@@ -88,6 +82,7 @@ def test_pages_fit_and_load_nothing_from_elsewhere(browser, site, wide):
     page.close()
 
 
+@in_browser
 @pytest.mark.parametrize("wide", [390, 800, 1280])
 def test_the_explorer_plays_lights_up_and_keeps_its_state_in_the_address(
     browser, site, wide
@@ -95,7 +90,7 @@ def test_the_explorer_plays_lights_up_and_keeps_its_state_in_the_address(
     page, problems = browser.new_page(viewport={"width": wide, "height": 900}), []
     page.on("pageerror", lambda error: problems.append(str(error)))
     page.on("console", lambda m: problems.append(m.text) if m.type == "error" else None)
-    page.goto((site / "explorer.html").as_uri() + "#schedule=cdp_v1&size=8")
+    page.goto((site.pages / "explorer.html").as_uri() + "#schedule=cdp_v1&size=8")
     verdict, arrows = page.locator(".cdp-verdict"), page.locator(".cdp-arrows path")
     page.wait_for_function("document.querySelector('.cdp-verdict').textContent")
     assert verdict.inner_text().startswith("CDP-v1 compared with DP: ")
