@@ -1,14 +1,17 @@
 """Architectures of timm and transformers under CDP-v2 on 2 ranks, against a single process.
 
-Small configurations, in float64. A row says how the model was traced, how the two trainings differ
-and, where one is refused, why.
+Small configurations, those of architectures.yaml, in float64. A row says how the model was traced,
+how the two trainings differ and, where one is refused, why.
 """
 
 import copy
 from collections.abc import Callable, Mapping
+from functools import cache, partial
+from pathlib import Path
 from typing import Any
 
 import torch
+import yaml
 from omegaconf import DictConfig, OmegaConf
 from torch import Tensor, nn
 from torch.nn import functional as F
@@ -28,7 +31,7 @@ from toolkit.schedule import catalog
 from toolkit.terminal import show
 
 _N = 2  # stages, micro-batches and ranks
-_TOKENS, _VOCABULARY = 12, 99
+_TOKENS, _VOCABULARY = 12, 99  # of a sample; as in architectures.yaml
 
 Example = dict[str, Any] | Tensor
 Case = tuple[Callable[[], nn.Module], Callable[[int], Example]]
@@ -62,7 +65,7 @@ def run(config: DictConfig, device: torch.device, seed: int) -> list[dict[str, A
 def _chosen(config: DictConfig, library: str) -> list[str]:
     check_choice("bench.libraries", library, LIBRARIES)
     return [
-        name for name in LIBRARIES[library]() if not config.only or name in config.only
+        name for name in _models()[library] if not config.only or name in config.only
     ]
 
 
@@ -72,18 +75,13 @@ def _on_ranks(
     join(_N, device="cpu")
     for library, name in names:
         try:
-            row = _row(*LIBRARIES[library]()[name], config, seed)
+            build, draw = LIBRARIES[library](name, **_models()[library][name])
+            row = _row(build, draw, config, seed)
         except Exception as error:  # the model's own code may raise anything
             kind = "" if isinstance(error, UserError) else f"{type(error).__name__}: "
             row = {"failed": True, "reason": kind + first_line(error)}
-        empty = {"graph": "", "larger stage": None, "difference": None}
-        row = {
-            "library": library,
-            "model": name,
-            **empty,
-            "failed": False,
-            "reason": "",
-        } | row
+        empty = {"graph": "", "larger stage": None, "difference": None, "failed": False}
+        row = {"library": library, "model": name, **empty, "reason": ""} | row
         if join(_N, device="cpu").rank == 0:
             report(row)
 
@@ -150,189 +148,36 @@ def _loss(outputs: Any, targets: Tensor) -> Tensor:
     return F.cross_entropy(scores.flatten(1)[:, :10], targets)
 
 
-def _timm() -> dict[str, Case]:
-    """Small models of timm's first 20 families in alphabetical order."""
+@cache
+def _models() -> dict[str, dict[str, dict[str, Any]]]:
+    """Return by library and name the settings of a model."""
+    file = Path(__file__).with_suffix(".yaml")
+    return {library: yaml.safe_load(file.read_text())[library] for library in LIBRARIES}
+
+
+def _timm(name: str, size: int, **arguments: Any) -> Case:
+    """Return a model of timm, and its images of ``size`` pixels."""
     import timm
 
-    narrow = {"embed_dim": 48, "depth": 3, "num_heads": 3}
-    small = {"img_size": 32, "patch_size": 8, **narrow}
-    heads = {"embed_dim": 12, "depth": 3, "num_heads": 4, "local_up_to_layer": 2}
-    stages = {
-        "depths": (1, 1, 1, 1),
-        "embed_dims": (24, 48, 96, 192),
-        "num_heads": (1, 2, 4, 8),
-    }
-    # Size of the images, and other arguments.
-    models: dict[str, tuple[int, dict[str, Any]]] = {
-        "beit_base_patch16_224": (32, small),
-        "lambda_resnet26t": (64, {}),
-        "test_byobnet": (64, {}),
-        "cait_xxs24_224": (32, small),
-        "coat_tiny": (64, {"img_size": 64}),
-        "convit_tiny": (32, {"img_size": 32, "patch_size": 8, **heads}),
-        "convmixer_768_32": (28, {}),
-        "test_convnext": (64, {}),
-        "cpubone_nano": (64, {}),
-        "crossvit_tiny_240": (240, {}),
-        "csatv2": (64, {}),
-        "cs3darknet_focus_s": (64, {}),
-        "cspnext_tiny": (64, {}),
-        "davit_tiny": (64, stages),
-        "deepseek_vit_412m": (32, small),
-        "deit_tiny_patch16_224": (32, small),
-        "densenet121": (64, {}),
-        "dla46x_c": (64, {}),
-        "dpn48b": (64, {}),
-        "edgenext_xx_small": (64, {}),
-    }
+    def draw(n: int) -> Tensor:
+        return torch.rand(n, 3, size, size, dtype=torch.float64)
 
-    def case(name: str, size: int, given: dict[str, Any]) -> Case:
-        def draw(n: int) -> Tensor:
-            return torch.rand(n, 3, size, size, dtype=torch.float64)
-
-        return lambda: timm.create_model(name, num_classes=10, **given), draw
-
-    return {name: case(name, *of) for name, of in models.items()}
+    return partial(timm.create_model, name, num_classes=10, **arguments), draw
 
 
-def _transformers() -> dict[str, Case]:
-    """Common families of transformers, with two layers; weights are not tied over the stages."""
+def _transformers(name: str, head: str, inputs: str, **arguments: Any) -> Case:
+    """Return a model of transformers; the class's name is ``name`` and ``head``."""
     import transformers
 
     transformers.logging.set_verbosity_error()
-    layers = {"num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 64}
-    wide = {"hidden_size": 32, **layers}
-    text = {"vocab_size": _VOCABULARY, "max_position_embeddings": 64}
-    alone = {"use_cache": False, "tie_word_embeddings": False}
-    rotary = {**wide, **text, **alone, "num_key_value_heads": 2, "head_dim": 8}
-    both = {
-        f"{side}_{what}": n
-        for side in ("encoder", "decoder")
-        for what, n in _PAIRED.items()
-    }
-    images = {"image_size": 32, "patch_size": 8}
-    audio = {"num_mel_bins": 16, "max_source_positions": 20, "max_target_positions": 32}
-    marks = {
-        "pad_token_id": 0,
-        "bos_token_id": 1,
-        "eos_token_id": 2,
-        "decoder_start_token_id": 1,
-    }
-    waves: dict[str, Any] = {
-        "conv_dim": (16, 16),
-        "conv_stride": (5, 2),
-        "conv_kernel": (10, 3),
-    }
-    waves |= {"num_feat_extract_layers": 2, "num_conv_pos_embeddings": 16}
-    waves |= {
-        "num_conv_pos_embedding_groups": 2,
-        "apply_spec_augment": False,
-        "layerdrop": 0.0,
-    }
-    opt = {k: n for k, n in wide.items() if k != "intermediate_size"} | {"ffn_dim": 64}
-    classes, causal = "ForSequenceClassification", "ForCausalLM"
-    generates, image = "ForConditionalGeneration", "ForImageClassification"
-    models: dict[str, tuple[str, dict[str, Any], Callable[[int], Example]]] = {
-        "Albert": (classes, {**wide, **text, "embedding_size": 16}, _text),
-        "Bart": (generates, {"d_model": 32, **both, **text, **alone}, _translation),
-        "Bert": (classes, {**wide, **text}, _text),
-        "Bloom": (
-            causal,
-            {
-                "hidden_size": 32,
-                "n_layer": 2,
-                "n_head": 4,
-                "vocab_size": _VOCABULARY,
-                **alone,
-            },
-            _text,
-        ),
-        "ConvNext": (
-            image,
-            {"hidden_sizes": [8, 16, 16, 32], "depths": [1, 1, 2, 1]},
-            _images,
-        ),
-        "DeiT": (image, {**wide, **images}, _images),
-        "DistilBert": (
-            classes,
-            {"dim": 32, "n_layers": 2, "n_heads": 4, "hidden_dim": 64, **text},
-            _text,
-        ),
-        "Electra": (classes, {**wide, **text, "embedding_size": 16}, _text),
-        "GPT2": (
-            "LMHeadModel",
-            {
-                "n_embd": 32,
-                "n_layer": 2,
-                "n_head": 4,
-                "n_positions": 64,
-                **text,
-                **alone,
-            },
-            _text,
-        ),
-        "GPTNeoX": (causal, {**wide, **text, **alone}, _text),
-        "Llama": (causal, rotary, _text),
-        "Mistral": (causal, rotary, _text),
-        "OPT": (causal, {**opt, **text, **alone, "word_embed_proj_dim": 32}, _text),
-        "Qwen2": (causal, rotary, _text),
-        "Roberta": (classes, {**wide, **text}, _text),
-        "Swin": (
-            image,
-            {
-                "image_size": 32,
-                "patch_size": 4,
-                "embed_dim": 16,
-                "window_size": 4,
-                "depths": [2, 2],
-                "num_heads": [2, 4],
-            },
-            _images,
-        ),
-        "T5": (
-            generates,
-            {
-                "d_model": 32,
-                "d_kv": 8,
-                "d_ff": 64,
-                "num_layers": 2,
-                "num_heads": 4,
-                "vocab_size": _VOCABULARY,
-                **alone,
-            },
-            lambda n: _translation(n) | {"decoder_attention_mask": _mask(n)},
-        ),
-        "ViT": (image, {**wide, **images}, _images),
-        "Wav2Vec2": (classes, {**wide, **waves, "vocab_size": _VOCABULARY}, _waves),
-        "Whisper": (
-            generates,
-            {
-                "d_model": 32,
-                **both,
-                **audio,
-                **marks,
-                **alone,
-                "vocab_size": _VOCABULARY,
-            },
-            _speech,
-        ),
-    }
 
-    def case(
-        name: str, head: str, given: dict[str, Any], draw: Callable[[int], Example]
-    ) -> Case:
-        def build() -> nn.Module:
-            settings = getattr(transformers, f"{name}Config")(**given)
-            settings.tie_word_embeddings = False  # T5's ignores the argument
-            model: nn.Module = getattr(transformers, name + head)(settings)
-            return model
+    def build() -> nn.Module:
+        settings = getattr(transformers, f"{name}Config")(**arguments)
+        settings.tie_word_embeddings = False  # T5's ignores the argument
+        model: nn.Module = getattr(transformers, name + head)(settings)
+        return model
 
-        return build, draw
-
-    return {name: case(name, *of) for name, of in models.items()}
-
-
-_PAIRED = {"layers": 2, "attention_heads": 4, "ffn_dim": 64}
+    return build, _INPUTS[inputs]
 
 
 def _ids(n: int) -> Tensor:
@@ -365,7 +210,17 @@ def _waves(n: int) -> dict[str, Any]:
     return {"input_values": torch.rand(n, 400, dtype=torch.float64)}
 
 
-LIBRARIES: dict[str, Callable[[], dict[str, Case]]] = {
+_INPUTS: dict[str, Callable[[int], Example]] = {
+    "text": _text,
+    "translation": _translation,
+    "masked translation": lambda n: (
+        _translation(n) | {"decoder_attention_mask": _mask(n)}
+    ),
+    "speech": _speech,
+    "images": _images,
+    "waves": _waves,
+}
+LIBRARIES: dict[str, Callable[..., Case]] = {
     "timm": _timm,
     "transformers": _transformers,
 }
