@@ -24,11 +24,10 @@ be added; all other options stay as before:
 
 import sys
 import time
-from collections.abc import Iterable
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
 from functools import cache, partial
 from pathlib import Path
-from statistics import mean
 from typing import TYPE_CHECKING, Any
 
 from omegaconf import DictConfig, OmegaConf
@@ -55,16 +54,18 @@ from toolkit.format import (
     staleness_cells,
     table,
 )
-from toolkit.metric import ACCURACY, LOSS, Metric
 from toolkit.options import TuneOptions
 from toolkit.results.run_files import TUNING_FOLDER
-from toolkit.schedule import Schedule, labels
 from toolkit.terminal import show, show_activity, show_import
 
 if TYPE_CHECKING:
+    from toolkit.results.compared_rules import ComparedRules
     from toolkit.results.comparison import RuleRun
     from toolkit.runtime import World
+    from toolkit.training import StoppedError, TrainingRun
     from toolkit.training.data import SampleSet
+
+    BuildRun = Callable[[str, int], TrainingRun]  # of a rule and a seed
 
 
 @dataclass
@@ -79,7 +80,7 @@ class Trained:
 @entry_point("compare")
 def main(config: DictConfig) -> Ended:
     show_import()
-    from toolkit.results.provenance import resume_command
+    from toolkit.results.compared_rules import ComparedRules, batch_size_notes
     from toolkit.results.statistics import check_margin
     from toolkit.results.tuning import trials, tried, with_best
     from toolkit.training import StoppedError
@@ -118,12 +119,7 @@ def main(config: DictConfig) -> Ended:
             config = OmegaConf.create({**config, "own": with_best(options, tuning)})
         trained = train(config, folder, samples, world)
     except StoppedError as stopped:
-        if is_rank_zero():
-            lost = ""
-            if not stopped.saved:
-                lost = "the run under way is not saved; "
-            show(f"stopped by {stopped}; {lost}it continues by:", file=sys.stderr)
-            show(f"  {resume_command(folder)}", file=sys.stderr)
+        print_stop(stopped, folder)
         return Ended(EXIT_STOPPED)
     if not is_rank_zero():
         return Ended()
@@ -133,9 +129,24 @@ def main(config: DictConfig) -> Ended:
     if trained.unwritten:
         notes.append(trained.unwritten)
     seconds = time.perf_counter() - start
-    comparison = Comparison(config, schedules, trained.runs, measure, tuning)
-    is_written = conclude(comparison, notes, seconds)
+    rates = {
+        rule: rule_config(config, rule, config.seed).optimizer.lr for rule in schedules
+    }
+    comparison = ComparedRules(
+        schedules, trained.runs, measure, rates, config.margin, tuning
+    )
+    is_written = conclude(comparison, config, notes, seconds)
     return Ended(0 if is_written and not trained.unwritten else 1)
+
+
+def print_stop(stopped: "StoppedError", folder: Path) -> None:
+    """Print, once for all ranks, why the comparison ends and how it continues."""
+    from toolkit.results.provenance import resume_command
+
+    if is_rank_zero():
+        lost = "" if stopped.saved else "the run under way is not saved; "
+        show(f"stopped by {stopped}; {lost}it continues by:", file=sys.stderr)
+        show(f"  {resume_command(folder)}", file=sys.stderr)
 
 
 def print_notes(notes: Iterable[str]) -> None:
@@ -149,30 +160,15 @@ def train(
     config: DictConfig, folder: Path, samples: "SampleSet", world: "World | None"
 ) -> Trained:
     """Train the runs of a comparison that have not ended in ``folder``; return all of its runs."""
-    from toolkit.plan.rate_check import check_rate
     from toolkit.results import comparison
     from toolkit.results.parallel_runs import check_parallel_runs, train_in_parallel
-    from toolkit.training import TrainingRun
 
     options = plain(config)
-    make_run = RuleBuilder(options, samples)
-    are_trials = folder.name == TUNING_FOLDER
-    unchecked_rules = set[str]()  # whose learning rates may be far too large
-    if config.stability and not config.resume and not are_trials and is_rank_zero():
-        unchecked_rules = {*config.rules}
-
-    def build_run(rule: str, seed: int) -> TrainingRun:
-        run = make_run(rule, seed)
-        if rule in unchecked_rules and (warning := check_rate(run)):
-            trained.notes.append(warning)
-            show(f"warning: {warning}", file=sys.stderr)
-        unchecked_rules.discard(rule)
-        return run
-
     runs, saved_keys = comparison.runs_so_far(options, folder, world)
     trained = Trained(runs)
     n_before = len(runs)
     n_ended = len(comparison.select_runs(options, runs))
+    are_trials = folder.name == TUNING_FOLDER
     if n_ended:
         ended = count(n_ended, "trial" if are_trials else "run")
         trained.notes.append(f"resumed: {ended} had ended before, and take no seconds")
@@ -182,6 +178,9 @@ def train(
         )
     print_notes(trained.notes)
 
+    build_run: BuildRun = RuleBuilder(options, samples)
+    if config.stability and not config.resume and not are_trials and is_rank_zero():
+        build_run = with_rate_checks(build_run, trained.notes)
     keys = comparison.unfinished(options, runs, saved_keys)
     n_processes = min(config.parallel, len(keys))
     if n_processes > 1:
@@ -215,86 +214,31 @@ def train(
     return trained
 
 
-@dataclass(frozen=True)
-class Comparison:
-    """The runs of a comparison, and what they are compared by."""
+def with_rate_checks(build_run: "BuildRun", notes: list[str]) -> "BuildRun":
+    """Return ``build_run``, which also warns of a rule's learning rate if it is far too large.
 
-    config: DictConfig
-    schedules: dict[str, Schedule]  # by rule
-    runs: list["RuleRun"]
-    measure: Metric  # by which trained models are judged
-    tuning: list[dict[str, Any]]  # a row a learning rate that was tried
+    Args:
+        build_run: builds a run of a rule with a seed.
+        notes: to which warnings are added.
+    """
+    from toolkit.plan.rate_check import check_rate
 
-    @property
-    def labels(self) -> dict[str, str]:
-        """By rule, what tables call it."""
-        return labels_of(self.schedules)
+    checked_rules = set[str]()
 
-    @property
-    def baseline(self) -> str:
-        """The rule that all are compared with."""
-        return next(iter(self.schedules))
+    def build_and_check(rule: str, seed: int) -> "TrainingRun":
+        run = build_run(rule, seed)
+        if rule not in checked_rules and (warning := check_rate(run)):
+            notes.append(warning)
+            show(f"warning: {warning}", file=sys.stderr)
+        checked_rules.add(rule)
+        return run
 
-    def runs_of(self, rule: str) -> list["RuleRun"]:
-        """Return the runs of a rule."""
-        return [run for run in self.runs if run.rule == rule]
-
-    def last_values(self, rule: str, measure: Metric) -> dict[int, float]:
-        """Return a metric of a rule's last epochs, by seed."""
-        return {
-            run.seed: measure.factor * run.epochs[-1][measure.key]
-            for run in self.runs_of(rule)
-        }
-
-    def row(self, rule: str) -> dict[str, Any]:
-        """Return a row: metrics of a rule's last epochs, their differences, and its costs."""
-        from toolkit.results import over_seeds
-        from toolkit.schedule import steady_state
-
-        schedule = self.schedules[rule]
-        steady = steady_state(schedule)
-        row: dict[str, Any] = {"rule": rule, "schedule": schedule.name}
-        row["diverged"] = sum(run.diverged_in is not None for run in self.runs_of(rule))
-        for measure in (ACCURACY, LOSS):
-            margin = None
-            if measure == self.measure:
-                margin = self.config.margin
-            values = self.last_values(rule, measure)
-            row |= over_seeds(
-                values, self.last_values(self.baseline, measure), measure, margin
-            )
-        return row | {
-            "staleness_mean": schedule.mean_staleness,
-            "staleness_max": schedule.max_staleness,
-            "peak_activations": steady.peak_activations / schedule.n_stages,
-            "traffic_mean": float(mean(steady.units_by_slot)),
-            "traffic_max": float(max(steady.units_by_slot)),
-            "lr": rule_config(self.config, rule, self.config.seed).optimizer.lr,
-        }
-
-    def run_notes(self) -> list[str]:
-        """Return notes on runs, and on rules by which a loss has diverged."""
-        from toolkit.results.tuning import edge_notes
-
-        notes = []
-        for rule, label in self.labels.items():
-            diverged = [
-                f"seed {run.seed} in epoch {run.diverged_in}"
-                for run in self.runs_of(rule)
-                if run.diverged_in is not None
-            ]
-            if diverged:
-                notes.append(
-                    f"{label}: the loss diverged ({', '.join(diverged)}), which counts in no mean;"
-                    " lower optimizer.lr, or warm up with lr.warmup_epochs"
-                )
-        notes += edge_notes(self.tuning)
-        for run in self.runs:
-            notes += run.notes
-        return notes
+    return build_and_check
 
 
-def conclude(comparison: Comparison, notes: list[str], seconds: float) -> bool:
+def conclude(
+    comparison: "ComparedRules", config: DictConfig, notes: list[str], seconds: float
+) -> bool:
     """Print and write the results of all runs; return whether they could be written."""
     from toolkit.figures import save, schedules
     from toolkit.figures.curves_figure import over_epochs
@@ -304,39 +248,13 @@ def conclude(comparison: Comparison, notes: list[str], seconds: float) -> bool:
     from toolkit.training import pick_device
 
     folder = output_folder()
-    config, runs, measure = comparison.config, comparison.runs, comparison.measure
+    runs, measure = comparison.runs, comparison.measure
     rows = [comparison.row(rule) for rule in comparison.schedules]
-    has_rates = len({row["lr"] for row in rows}) > 1 or bool(comparison.tuning)
-    table_rows = []
-    curves: dict[str, list[list[float]]] = {}
-    for row in rows:
-        label = comparison.labels[row["rule"]]
-        if row["diverged"]:
-            label += f" ({row['diverged']} of {config.seeds} diverged)"
-        if rule_runs := comparison.runs_of(row["rule"]):
-            curves[label] = [
-                [measure.factor * epoch[measure.key] for epoch in run.epochs]
-                for run in rule_runs
-            ]
-        cells = {"rule": label}
-        if has_rates:
-            cells |= rate_cells(row)
-        cells |= metric_cells(row, measure, comparison.labels[comparison.baseline])
-        table_rows.append(cells | staleness_cells(row) | peak_cells(row))
     delay_rows = [row for run in runs for row in run.named(run.delays)]
     delays = delay_means(delay_rows, ["rule", "stage"])
+    table_rows = print_tables(comparison, config, rows, delays)
 
-    if comparison.tuning:
-        show(f"\n{table(comparison.tuning)}\n")
-    show(f"\n{table(table_rows)}\n")
-    if delays:
-        show(f"{delay_table(delays, comparison.labels)}\n")
-    legend = _LEGEND.format(seeds=config.seeds, by=measure)
-    if config.margin is not None:
-        legend += _VERDICTS
-    show(legend)
-
-    run_notes = comparison.run_notes()
+    run_notes = comparison.notes()
     result_fields: dict[str, Any] = {
         "judged_by": measure.name,
         "notes": [*dict.fromkeys([*notes, *run_notes])],
@@ -344,6 +262,11 @@ def conclude(comparison: Comparison, notes: list[str], seconds: float) -> bool:
     }
     if comparison.tuning:
         result_fields["tuning"] = comparison.tuning
+    curves = {
+        row["rule"]: comparison.curves_of(rule)
+        for rule, row in zip(comparison.schedules, table_rows, strict=True)
+        if comparison.runs_of(rule)
+    }
     device = describe(pick_device(config.device))
     unwritten: list[str] = []
     with note_write_errors(unwritten, folder):
@@ -351,7 +274,7 @@ def conclude(comparison: Comparison, notes: list[str], seconds: float) -> bool:
             folder, "comparison", rows, config, device, seconds, **result_fields
         )
         save(over_epochs(curves, measure), folder / measure.name)
-        save(schedules(unlike_schedules(comparison.schedules)), folder / "schedules")
+        save(schedules(comparison.unlike_schedules()), folder / "schedules")
     for note in dict.fromkeys([*run_notes, *unwritten]):
         show(f"note: {note}")
     if not unwritten:
@@ -372,6 +295,38 @@ def conclude(comparison: Comparison, notes: list[str], seconds: float) -> bool:
     return not unwritten
 
 
+def print_tables(
+    comparison: "ComparedRules",
+    config: DictConfig,
+    rows: Sequence[dict[str, Any]],
+    delays: Sequence[dict[str, Any]],
+) -> list[dict[str, Any]]:
+    """Print the tables of learning rates, rules and delays; return that of rules."""
+    measure, labels = comparison.measure, comparison.labels
+    has_rates = len({row["lr"] for row in rows}) > 1 or bool(comparison.tuning)
+    table_rows = []
+    for row in rows:
+        label = labels[row["rule"]]
+        if row["diverged"]:
+            label += f" ({row['diverged']} of {config.seeds} diverged)"
+        cells = {"rule": label}
+        if has_rates:
+            cells |= rate_cells(row)
+        cells |= metric_cells(row, measure, labels[comparison.baseline])
+        table_rows.append(cells | staleness_cells(row) | peak_cells(row))
+
+    if comparison.tuning:
+        show(f"\n{table(comparison.tuning)}\n")
+    show(f"\n{table(table_rows)}\n")
+    if delays:
+        show(f"{delay_table(delays, labels)}\n")
+    legend = _LEGEND.format(seeds=config.seeds, by=measure)
+    if config.margin is not None:
+        legend += _VERDICTS
+    show(legend)
+    return table_rows
+
+
 _LEGEND = """\
 {by.name}: of the last epoch, mean and standard deviation over {seeds} seeds
 difference: paired by seed, in {by.unit_of_differences}, with a 95 % interval
@@ -382,40 +337,6 @@ traffic: all workers together, in stages' parameters
 _VERDICTS = """\
 at a margin: what two one-sided paired t-tests at 5 % show; p: the larger one
 """
-
-
-def unlike_schedules(schedules: dict[str, Schedule]) -> list[Schedule]:
-    """Return the schedules of rules, each once; equal names get the names of their rules."""
-    first_rules: dict[str, Schedule] = {}
-    for rule, schedule in schedules.items():
-        if schedule not in first_rules.values():
-            first_rules[rule] = schedule
-    label_of_rule = labels_of(first_rules)
-    return [
-        replace(schedule, name=label_of_rule[rule])
-        for rule, schedule in first_rules.items()
-    ]
-
-
-def labels_of(schedules: dict[str, Schedule]) -> dict[str, str]:
-    """Return by rule what tables call its schedule."""
-    return labels({rule: schedule.name for rule, schedule in schedules.items()})
-
-
-def batch_size_notes(schedules: dict[str, Schedule], batch: int) -> list[str]:
-    """Return a note if a training step of some rules takes more samples than that of others."""
-    batch_sizes = {
-        label: batch * schedules[rule].n_microbatches
-        for rule, label in labels_of(schedules).items()
-    }
-    if len(set(batch_sizes.values())) == 1:
-        return []
-    sizes = ", ".join(
-        f"{label} {n_samples}" for label, n_samples in batch_sizes.items()
-    )
-    return [
-        f"training steps differ in their samples ({sizes}), so not by their rules alone"
-    ]
 
 
 if __name__ == "__main__":
