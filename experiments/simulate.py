@@ -18,8 +18,7 @@ with the same compression, DDP with PowerSGD, and local SGD.
 
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
-from functools import partial
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -34,11 +33,11 @@ from toolkit.terminal import show, show_import
 if TYPE_CHECKING:
     import torch
 
-    from toolkit.cost import Costs, Hardware, Timeline
+    from toolkit.cost import Timeline
     from toolkit.cost.cost_file import FileCosts
-    from toolkit.cost.slow_link_rivals import Averaging
+    from toolkit.cost.predictor import Prediction, Predictor
     from toolkit.cost.tensor_width import Width
-    from toolkit.cost.worker_forms import CostsOf, Cut, DataParallelJob, Form
+    from toolkit.cost.worker_forms import CostsOf
     from toolkit.model import InputSpec
     from toolkit.schedule import Schedule
 
@@ -69,14 +68,11 @@ def main(config: DictConfig) -> None:
         model_name,
         settle_delays,
     )
-    from toolkit.cost import write_chakra
     from toolkit.cost.tensor_width import Width
-    from toolkit.cost.timeline_rows import by_rank
-    from toolkit.figures import save, timelines
-    from toolkit.files import write_csv
     from toolkit.results import describe, write_result
     from toolkit.training import pick_device
 
+    # 1. Check all options, and build the schedules.
     start = time.perf_counter()
     check(config)
     file_costs = costs_of_file(config) if config.costs else None
@@ -85,67 +81,114 @@ def main(config: DictConfig) -> None:
     schedules = build_schedules(config)
     check_compressed(schedules, config.compression, config.width)
     device = pick_device(config.device) if config.measured else torch.device("meta")
-    width = Width(
-        config.width, build_hardware(config.hardware), config.width_efficiency
-    )
+    hardware = build_hardware(config.hardware)
+    width = Width(config.width, hardware, config.width_efficiency)
 
+    # 2. Simulate them.
     folder = output_folder()
-    predicted: list[Prediction] = []
     n_predictions = 2 * len(schedules) + 1
     with tqdm(unit=" simulations", leave=False, total=n_predictions) as bar:
         bar.set_description("tracing the model")
-        costs_of: CostsOf
-        baseline_costs_of: CostsOf
-        if file_costs is not None:
-            costs_of = baseline_costs_of = file_costs
+        if file_costs is None:
+            costs = costs_of_model(config, form, device, width)
         else:
-            costs_of, baseline_costs_of = costs_of_model(config, form, device, width)
-        comparison = Comparison(config, costs_of, baseline_costs_of, width)
-        for index, (name, schedule) in enumerate(schedules.items()):
-            bar.set_description(f"{name}, {seconds_of(schedule)}")
-            predicted += comparison.predict(name, schedule)
-            bar.update()
-            # The steady state is timed over many steps, and fewer are drawn.
-            drawn = comparison.draw(predicted[-1], config.steps)
-            bar.update()
-            write_traces(
-                drawn, folder, str(index) if index else "", kineto=config.kineto
-            )
-            if config.chakra:
-                chosen = predicted[-1].form
-                program = chosen.schedule.lower(config.steps)
-                costs = comparison.costs_of_program(
-                    schedule.n_stages, chosen.partition, schedule.state
-                )
-                chakra_folder = folder / f"chakra{index or ''}"
-                write_chakra(program, costs, comparison.hardware, chakra_folder)
-    timelines_drawn = [prediction.drawn for prediction in predicted if prediction.drawn]
-    figures = save(timelines(timelines_drawn), folder / "timeline")
+            costs = file_costs, file_costs
+        predictor = predictor_of(config, width, *costs)
+        predictions = simulate_all(config, predictor, schedules, folder, bar)
+
+    # 3. Write and print.
     rows = [
-        comparison.row(prediction) for prediction in [*predicted, *comparison.rivals()]
+        predictor.row(prediction) for prediction in [*predictions, *predictor.rivals()]
     ]
-    rank_rows = []
-    for prediction in predicted:
-        rank_rows += by_rank(prediction.name, prediction.form.timeline)
-    write_csv(folder / "ranks.csv", rank_rows)
+    rank_rows, figures = write_timelines(predictions, folder)
     device_name = describe(device) if config.measured else "meta tensors"
     write_result(
         folder, "simulation", rows, config, device_name, time.perf_counter() - start
     )
-
     title = f"{model_name(config.model)} in {config.precision}, micro-batches of {config.batch}"
-    if file_costs is not None:
-        title = file_costs.in_words
     if width.devices > 1:
         title += f", {width.devices} devices a rank"
+    if file_costs is not None:  # then a rank is one device
+        title = file_costs.in_words
     timed = f"stages timed on {device_name}, links of " if config.measured else ""
-    show(f"\n{title}, {timed}{comparison.hardware.name}\n")
+    show(f"\n{title}, {timed}{predictor.hardware.name}\n")
     show(tables(rows, rank_rows))
     for note in size_notes(schedules):
         show(f"\nnote: {note}")
     show(
         f"\nwritten to {folder}: {', '.join(path.name for path in figures)}, simulation.csv, ..."
     )
+
+
+def predictor_of(
+    config: DictConfig,
+    width: "Width",
+    costs_of: "CostsOf",
+    baseline_costs_of: "CostsOf",
+) -> "Predictor":
+    """Return what simulates schedules with the costs of the model's stages."""
+    from toolkit.cost.predictor import Predictor
+    from toolkit.cost.worker_forms import CUTS
+    from toolkit.schedule import CHAINS
+
+    # Measured stages are timed once: one cut.
+    given_cut = config.partition or ("flops" if config.measured else None)
+    return Predictor(
+        costs_of,
+        baseline_costs_of,
+        width,
+        batch=config.batch,
+        optimizer_words=config.optimizer_words,
+        compression=config.compression,
+        chains=CHAINS if config.chains == "fastest" else (),
+        cuts=[given_cut] if given_cut else CUTS,
+    )
+
+
+def simulate_all(
+    config: DictConfig,
+    predictor: "Predictor",
+    schedules: "dict[str, Schedule]",
+    folder: Path,
+    bar: tqdm,
+) -> "list[Prediction]":
+    """Return the predictions of all schedules and of their baselines; write the traces."""
+    from toolkit.cost import write_chakra
+
+    predictions: list[Prediction] = []
+    for index, (name, schedule) in enumerate(schedules.items()):
+        bar.set_description(f"{name}, {seconds_of(schedule)}")
+        predictions += predictor.predict(name, schedule)
+        bar.update()
+        # The steady state is timed over many steps, and fewer are drawn.
+        drawn = predictor.draw(predictions[-1], config.steps)
+        bar.update()
+        write_traces(drawn, folder, str(index) if index else "", kineto=config.kineto)
+        if config.chakra:
+            chosen = predictions[-1].form
+            program = chosen.schedule.lower(config.steps)
+            costs = predictor.costs_of_program(
+                schedule.n_stages, chosen.partition, schedule.state
+            )
+            chakra_folder = folder / f"chakra{index or ''}"
+            write_chakra(program, costs, predictor.hardware, chakra_folder)
+    return predictions
+
+
+def write_timelines(
+    predictions: "Sequence[Prediction]", folder: Path
+) -> tuple[list[dict[str, Any]], list[Path]]:
+    """Write the table of ranks and the figure; return the table's rows and the figure's files."""
+    from toolkit.cost.timeline_rows import by_rank
+    from toolkit.figures import save, timelines
+    from toolkit.files import write_csv
+
+    rank_rows = []
+    for prediction in predictions:
+        rank_rows += by_rank(prediction.name, prediction.form.timeline)
+    write_csv(folder / "ranks.csv", rank_rows)
+    drawn = [prediction.drawn for prediction in predictions if prediction.drawn]
+    return rank_rows, save(timelines(drawn), folder / "timeline")
 
 
 def costs_of_file(config: DictConfig) -> "FileCosts":
@@ -159,201 +202,6 @@ def costs_of_file(config: DictConfig) -> "FileCosts":
     file_costs = read_costs(Path(config.costs))
     file_costs.check_batch(config.batch)
     return replace(file_costs, checkpoint=config.checkpoint)
-
-
-@dataclass
-class Prediction:
-    """A row of the table: a schedule in its fastest form, the baseline, or a rival of it.
-
-    Attributes:
-        name: label in tables.
-        form: schedule, cut of the model, and simulated timeline.
-        n_samples: of a training step.
-        accuracy: how training differs from plain data parallelism.
-        drawn: timeline of the steps that the figure shows; None for the baseline and rivals.
-        baseline: step seconds of DistributedDataParallel on as many ranks; None if it would need
-            micro-batches of another size.
-        width: devices of a rank.
-        averaging: what averages of the weights add to a step; None: weights are not averaged.
-    """
-
-    name: str
-    form: "Form"
-    n_samples: int
-    accuracy: str
-    drawn: "Timeline | None" = None
-    baseline: float | None = None
-    width: int = 1
-    averaging: "Averaging | None" = None
-
-    @property
-    def seconds(self) -> float:
-        """Seconds of a training step."""
-        if self.averaging is None:
-            return self.form.seconds
-        return self.form.seconds + self.averaging.seconds
-
-
-@dataclass
-class Comparison:
-    """Simulates schedules in their fastest form, and DistributedDataParallel as their baseline.
-
-    Attributes:
-        config: options of the command.
-        costs_of: costs of the model's stages, on one of the devices of a rank.
-        baseline_costs_of: costs of the whole model on each device.
-        width: devices of a rank, and the machines.
-    """
-
-    config: DictConfig
-    costs_of: "CostsOf"
-    baseline_costs_of: "CostsOf"
-    width: "Width"
-    _baselines: dict[tuple[int, int], float] = field(default_factory=dict)
-
-    @property
-    def hardware(self) -> "Hardware":
-        """The machines as one device of every rank sees them."""
-        return self.width.hardware_of_ranks
-
-    def predict(self, name: str, schedule: "Schedule") -> list[Prediction]:
-        """Return the prediction of a schedule; before it that of its baseline, if that is new."""
-        from toolkit.cost.compression import accuracy_class
-        from toolkit.cost.worker_forms import CUTS, fastest_form
-        from toolkit.schedule import CHAINS
-
-        config = self.config
-        # Measured stages are timed once: one cut.
-        given_cut = config.partition or ("flops" if config.measured else None)
-        best_form = fastest_form(
-            schedule,
-            partial(self.costs_of_program, state=schedule.state),
-            self.hardware,
-            chains=CHAINS if config.chains == "fastest" else (),
-            cuts=[given_cut] if given_cut else CUTS,
-            optimizer_words=config.optimizer_words,
-        )
-        predictions = self._baseline_of(schedule)
-        is_late = best_form.schedule.max_staleness > 0
-        prediction = Prediction(
-            name,
-            best_form,
-            n_samples=config.batch * schedule.n_microbatches,
-            accuracy=accuracy_class(
-                config.compression, is_late=is_late, state=schedule.state
-            ),
-            baseline=self._baselines.get(self._baseline_key(schedule)),
-            width=self.width.devices,
-        )
-        return [*predictions, prediction]
-
-    def _baseline_key(self, schedule: "Schedule") -> tuple[int, int]:
-        """Return the numbers of devices and of micro-batches."""
-        return schedule.n_ranks * self.width.devices, schedule.n_microbatches
-
-    def costs_of_program(self, n_stages: int, cut: "Cut", state: str) -> "Costs":
-        """Return the costs of stages whose messages are compressed as the options say.
-
-        Args:
-            n_stages: of the schedule.
-            cut: of the model.
-            state: of the schedule.
-        """
-        from toolkit.cost import compressed_costs
-
-        compression = self.config.compression
-        return compressed_costs(self.costs_of(n_stages, cut), compression, state=state)
-
-    def _baseline_of(self, schedule: "Schedule") -> list[Prediction]:
-        """Return the baseline of a schedule in a list, which is empty if there is no new one.
-
-        There is none for one device, or if workers would have unequal numbers of micro-batches.
-        """
-        from toolkit.cost.compression import accuracy_class
-
-        key = self._baseline_key(schedule)
-        n_ranks, n_microbatches = key
-        if n_ranks == 1 or n_microbatches % n_ranks or key in self._baselines:
-            return []
-        form = self._job(n_ranks, n_microbatches).form()
-        self._baselines[key] = form.seconds
-        prediction = Prediction(
-            form.schedule.name,
-            form,
-            n_samples=self.config.batch * n_microbatches,
-            accuracy=accuracy_class("none", is_late=False),
-            baseline=form.seconds,
-        )
-        return [prediction]
-
-    def _job(self, n_ranks: int, n_microbatches: int) -> "DataParallelJob":
-        """Return the training of the whole model on every device."""
-        from toolkit.cost.worker_forms import DataParallelJob
-
-        return DataParallelJob(
-            self.baseline_costs_of,
-            self.width.hardware,
-            n_ranks,
-            accumulate=n_microbatches // n_ranks,
-            optimizer_words=self.config.optimizer_words,
-        )
-
-    def draw(self, prediction: Prediction, n_steps: int) -> "Timeline":
-        """Simulate the ``n_steps`` that the figure and traces show."""
-        from toolkit.cost import simulate
-
-        form = prediction.form
-        schedule = form.schedule
-        costs = self.costs_of_program(schedule.n_stages, form.partition, schedule.state)
-        state_bytes = [
-            self.config.optimizer_words * cost.parameter_bytes for cost in costs
-        ]
-        program = schedule.lower(n_steps).verify()
-        timeline = simulate(program, costs, self.hardware, state_bytes)
-        prediction.drawn = replace(timeline, name=prediction.name)
-        return prediction.drawn
-
-    def row(self, prediction: Prediction) -> dict[str, Any]:
-        """Return a row of the table."""
-        from toolkit.cost.timeline_rows import summary
-
-        form = prediction.form
-        ratio = (
-            f"{prediction.seconds / prediction.baseline:.2f}"
-            if prediction.baseline
-            else "-"
-        )
-        row: dict[str, Any] = {"schedule": prediction.name, "by DDP's time": ratio}
-        row |= summary(
-            form.timeline,
-            prediction.n_samples,
-            self.hardware,
-            averaging=prediction.averaging,
-        )
-        row["devices"] = row["ranks"] * prediction.width
-        row["mean staleness"] = round(form.schedule.mean_staleness, 3)
-        return row | {"form": form.words, "accuracy": prediction.accuracy}
-
-    def rivals(self) -> list[Prediction]:
-        """Return what people use on slow links, if messages are compressed."""
-        from toolkit.cost.slow_link_rivals import rivals_on_slow_links
-
-        if self.config.compression == "none":
-            return []
-        predictions = []
-        for (n_ranks, n_microbatches), baseline in self._baselines.items():
-            job = self._job(n_ranks, n_microbatches)
-            for rival in rivals_on_slow_links(job, self.config.compression):
-                prediction = Prediction(
-                    rival.name,
-                    rival.form,
-                    n_samples=self.config.batch * n_microbatches,
-                    accuracy=rival.accuracy,
-                    baseline=baseline,
-                    averaging=rival.averaging,
-                )
-                predictions.append(prediction)
-        return predictions
 
 
 def check(config: DictConfig) -> None:
