@@ -24,6 +24,7 @@ from toolkit.format import count, table
 from toolkit.terminal import show, show_import
 
 if TYPE_CHECKING:
+    from toolkit.cost.cost_file import FileCosts
     from toolkit.schedule import Schedule
 
 LEGEND = """\
@@ -58,16 +59,42 @@ def with_more_stages(schedules: "dict[str, Schedule]", n_rows: int) -> dict[str,
     }
 
 
+def all_schedules(
+    config: DictConfig, file_costs: "FileCosts | None"
+) -> "tuple[list[tuple[int, str, Schedule]], list[dict[str, Any]]]":
+    """Build every method for all numbers of micro-batches.
+
+    Returns:
+        number of micro-batches, method and schedule; and a row for each method that is left out.
+    """
+    from toolkit.cost.pipeline_table import PIPELINES, WORKERS, pipelines
+
+    schedules: list[tuple[int, str, Schedule]] = []
+    left_out = []
+    for n_microbatches in dict.fromkeys(counts(config, "microbatches")):
+        schedule_of_method, reasons = pipelines(
+            config.ranks, n_microbatches, {**PIPELINES, **WORKERS}
+        )
+        if file_costs is not None:
+            reasons |= with_more_stages(schedule_of_method, len(file_costs.rows))
+        for method, schedule in schedule_of_method.items():
+            if method not in reasons:
+                schedules.append((n_microbatches, method, schedule))
+        for method, reason in reasons.items():
+            left_out.append(
+                {"microbatches": n_microbatches, "method": method, "why": reason}
+            )
+    return schedules, left_out
+
+
 @entry_point("pipelines")
 def main(config: DictConfig) -> None:
     show_import()
     from toolkit.cost.cost_file import read_costs
     from toolkit.cost.pipeline_table import (
         PIPELINES,
-        WORKERS,
         assess_pipeline,
         pipeline_cells,
-        pipelines,
     )
     from toolkit.figures import pipelines as draw
     from toolkit.figures import save
@@ -76,24 +103,7 @@ def main(config: DictConfig) -> None:
     start = time.perf_counter()
     check_counts(config, "ranks")
     file_costs = read_costs(Path(config.costs)) if config.costs else None
-    schedules: list[tuple[int, str, Any]] = []
-    left_out = []
-    for n_microbatches in dict.fromkeys(counts(config, "microbatches")):
-        made_schedules, reasons = pipelines(
-            config.ranks, n_microbatches, {**PIPELINES, **WORKERS}
-        )
-        if file_costs is not None:
-            too_fine = with_more_stages(made_schedules, len(file_costs.rows))
-            reasons |= too_fine
-            for method in too_fine:
-                del made_schedules[method]
-        for method, schedule in made_schedules.items():
-            schedules.append((n_microbatches, method, schedule))
-        for method, reason in reasons.items():
-            left_out.append(
-                {"microbatches": n_microbatches, "method": method, "why": reason}
-            )
-
+    schedules, left_out = all_schedules(config, file_costs)
     if not schedules:
         raise UserError(f"{left_out[0]['method']}: {left_out[0]['why']}")
 

@@ -19,6 +19,8 @@ what coarser ones would gain stands below the table, with how they change traini
 """
 
 import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -33,7 +35,12 @@ from toolkit.format import bytes_in
 from toolkit.terminal import show, show_activity, show_import
 
 if TYPE_CHECKING:
+    import torch
+
     from toolkit.cost.cost_file import FileCosts
+    from toolkit.model import InputSpec
+    from toolkit.plan import Pilot, Plan, PlanOptions
+    from toolkit.training.data import SampleSet
 
 FILE_NOTE = """\
 Stages are rows of costs=; by flops is by their seconds. To train so, give the
@@ -93,6 +100,76 @@ def compressions_of(config: DictConfig) -> list[str]:
     return [*map(str, config.compressions or ())]
 
 
+def name_model(config: DictConfig, form: "InputSpec") -> str:
+    """Return the options with which the plan's command names the model and its data."""
+    from toolkit.cli import chosen
+    from toolkit.plan.candidates import data_options
+
+    if config.data:
+        return f"{chosen('model', 'hardware', 'data')} precision={config.precision}"
+    options = f"{chosen('model', 'hardware')} precision={config.precision}"
+    return f"{options} {data_options(form)}"
+
+
+def options_of(config: DictConfig, command_options: str) -> "PlanOptions":
+    """Return the options of a plan.
+
+    Args:
+        config: options of the experiment.
+        command_options: with which the plan's command names the model and its data.
+    """
+    from toolkit.plan import Limits, PlanOptions
+
+    return PlanOptions(
+        limits=Limits(**limits_of(config)),
+        precision=config.precision,
+        optimizer_words=config.optimizer_words,
+        search_seconds=config.search_seconds if config.search else 0.0,
+        jobs=config.jobs,
+        command_options=command_options,
+        widths=counts(config, "widths"),
+        width_efficiency=config.width_efficiency,
+        compressions=compressions_of(config),
+    )
+
+
+def measured_here(
+    config: DictConfig,
+    result: "Plan",
+    form: "InputSpec",
+    samples: "SampleSet | None",
+    device: "torch.device",
+    on_progress: Callable[[str, float], None],
+) -> "Pilot":
+    """Measure the best of a plan and data parallelism on this machine."""
+    from toolkit.cli import build_model
+    from toolkit.plan import PilotOptions
+
+    # A CPU computes so slowly that messages weigh nothing: the pilot would contradict the plan.
+    compute = "roofline" if device.type == "cpu" else "measured"
+    return result.pilot(
+        lambda: build_model(config.model, form).to(device),
+        samples,
+        options=PilotOptions(
+            compute=config.pilot_compute or compute, budget=config.pilot_seconds
+        ),
+        on_progress=on_progress,
+    )
+
+
+@contextmanager
+def progress_bar() -> Iterator[Callable[[str, float], None]]:
+    """A bar in per cent, and the function that moves it to a share of an activity."""
+    layout = "{desc}: {percentage:3.0f} %|{bar}| {elapsed}"
+    with tqdm(total=100, bar_format=layout) as bar:
+
+        def show_progress(activity: str, share: float) -> None:
+            bar.set_description_str(activity, refresh=share == 0)
+            bar.update(100 * share - bar.n)
+
+        yield show_progress
+
+
 @entry_point("plan")
 def main(config: DictConfig) -> None:
     show_import()
@@ -102,103 +179,88 @@ def main(config: DictConfig) -> None:
         analysed_form,
         build_hardware,
         build_model,
-        chosen,
         described_samples,
         model_name,
     )
-    from toolkit.figures import save
-    from toolkit.files import write_csv
-    from toolkit.plan import Limits, PilotOptions, PlanOptions, plan, plan_costs
-    from toolkit.plan.candidates import data_options
-    from toolkit.results import describe_cpu, write_result
-    from toolkit.schedule.plain_options import ORDERS_FILE
+    from toolkit.plan import plan, plan_costs
     from toolkit.training import pick_device
 
+    # 1. Check all options.
     start = time.perf_counter()
     check_options(config)
-    groups = ["model", "hardware"]
     samples = described_samples(config)
-    if samples:
-        groups.append("data")
     file_costs = costs_of_file(config) if config.costs else None
     form = samples.form if samples else analysed_form(config)
     show_activity("tracing the model")
     with torch.device("meta"):
         model = build_model(config.model, form)
-    options = f"{chosen(*groups)} precision={config.precision}"
-    if not samples:
-        options += f" {data_options(form)}"
+    make_plan = partial(plan, model, form)
+    command_options = name_model(config, form)
     if file_costs is not None:
-        options = ""
-    plan_options = PlanOptions(
-        limits=Limits(**limits_of(config)),
-        precision=config.precision,
-        optimizer_words=config.optimizer_words,
-        search_seconds=config.search_seconds if config.search else 0.0,
-        jobs=config.jobs,
-        command_options=options,
-        widths=counts(config, "widths"),
-        width_efficiency=config.width_efficiency,
-        compressions=compressions_of(config),
-    )
+        make_plan = partial(plan_costs, file_costs)
+        command_options = ""
     device = pick_device(config.device)
-    # A CPU computes so slowly that messages weigh nothing: the pilot would contradict the plan.
-    compute = config.pilot_compute or (
-        "roofline" if device.type == "cpu" else "measured"
-    )
-    pilot_options = PilotOptions(compute=compute, budget=config.pilot_seconds)
+
+    # 2. Simulate all candidates, and measure the best if asked.
     pilot = None
-    with tqdm(
-        total=100, bar_format="{desc}: {percentage:3.0f} %|{bar}| {elapsed}"
-    ) as bar:
-
-        def show_progress(activity: str, share: float) -> None:
-            bar.set_description_str(activity, refresh=share == 0)
-            bar.update(100 * share - bar.n)
-
-        make_plan = partial(plan, model, form)
-        if file_costs is not None:
-            make_plan = partial(plan_costs, file_costs)
+    with progress_bar() as show_progress:
         result = make_plan(
             build_hardware(config.hardware),
             counts(config, "ranks"),
             batch=config.batch,
-            options=plan_options,
+            options=options_of(config, command_options),
             on_progress=show_progress,
         )
         if config.pilot:
-            pilot = result.pilot(
-                lambda: build_model(config.model, form).to(device),
-                samples,
-                options=pilot_options,
-                on_progress=show_progress,
-            )
-    folder = output_folder()
+            pilot = measured_here(config, result, form, samples, device, show_progress)
+
+    # 3. Write and print.
     seconds = time.perf_counter() - start
+    figures = write(config, result, pilot, seconds)
+    if file_costs is None:
+        title = f"{model_name(config.model)} in {config.precision}, {config.batch} {form.samples}"
+        note = ""
+    else:
+        title = f"{file_costs.in_words}, {config.batch} samples"
+        note = f"\n{FILE_NOTE}"
+    text = in_words(result, pilot)
+    show(f"\n{title} a step, {result.hardware.name}\n\n{text}{note}")
+    names = ", ".join(path.name for path in figures)
+    show(f"\nwritten to {output_folder()}: {names}, candidates.csv, ...")
+
+
+def write(
+    config: DictConfig, result: "Plan", pilot: "Pilot | None", seconds: float
+) -> list[Path]:
+    """Write the result, its tables and its figure; return the figure's files."""
+    from toolkit.figures import save
+    from toolkit.files import write_csv
+    from toolkit.results import describe_cpu, write_result
+
+    folder = output_folder()
     rows = [result.row(prediction) for prediction in result.predictions]
     write_csv(folder / "candidates.csv", rows)
     result_fields = {"pilot": pilot.record()} if pilot else {}
     write_result(
         folder, "plan", result.rows(), config, describe_cpu(), seconds, **result_fields
     )
-    figures = save(result.figure(), folder / "plan")
+    return save(result.figure(), folder / "plan")
+
+
+def in_words(result: "Plan", pilot: "Pilot | None") -> str:
+    """Return a plan and its pilot as text; write the orders that the commands name."""
+    from toolkit.schedule.plain_options import ORDERS_FILE
 
     text = str(result)
     if pilot:
         rules = "".join(f", {rule.rule}" for rule in pilot.rules)
         text += f"\n\nMeasured on this machine{rules}: {pilot}"
+    path = output_folder() / ORDERS_FILE
     for prediction in result.predictions:
         if prediction.candidate.spec.orders:
-            (folder / ORDERS_FILE).write_text(prediction.schedule.to_csv())
-            text = text.replace(ORDERS_FILE, str(folder / ORDERS_FILE))
-    title = f"{model_name(config.model)} in {config.precision}, {config.batch} {form.samples}"
-    if file_costs is not None:
-        title = f"{file_costs.in_words}, {config.batch} samples"
-        text += f"\n{FILE_NOTE}"
-    show(f"\n{title} a step, {result.hardware.name}\n\n{text}")
-    show(
-        f"\nwritten to {folder}: {', '.join(path.name for path in figures)}, candidates.csv, ..."
-    )
+            path.write_text(prediction.schedule.to_csv())
+            text = text.replace(ORDERS_FILE, str(path))
+    return text
 
 
 if __name__ == "__main__":

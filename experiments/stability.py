@@ -64,14 +64,7 @@ def main(config: DictConfig) -> None:
         ]
         show(f"\nlearning rates of {config.tuned}: tuned, and the largest stable\n")
     elif config.measured is not None:
-        for row in stable_rates.measured_rates(
-            config.measured, config.stages, config.seed
-        ):
-            case = " ".join(
-                row[key] for key in ("model", "start", "rule", "momentum") if row[key]
-            )
-            show(f"{case}: certified {row['certified']:.4g}, found {row['found']:.4g}")
-            rows.append(row)
+        rows = measured_rates(config)
         table_rows = result_fields["summary"] = stable_rates.summary(rows)
         show(f"\nlargest stable rates of {config.stages} stages, found by training\n")
     else:
@@ -94,6 +87,20 @@ def main(config: DictConfig) -> None:
     if config.tuned is not None:
         show(f"\n{table(result_fields['summary'])}")
     show(f"\nwritten to {folder}: stability.csv, result.json")
+
+
+def measured_rates(config: DictConfig) -> list[dict[str, Any]]:
+    """Find largest stable rates by training; print and return a row for each."""
+    from benchmarks import stable_rates
+
+    rows = []
+    for row in stable_rates.measured_rates(config.measured, config.stages, config.seed):
+        case = " ".join(
+            row[key] for key in ("model", "start", "rule", "momentum") if row[key]
+        )
+        show(f"{case}: certified {row['certified']:.4g}, found {row['found']:.4g}")
+        rows.append(row)
+    return rows
 
 
 def limits(

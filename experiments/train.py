@@ -93,15 +93,7 @@ def main(config: DictConfig) -> Ended:
         result = recorder.conclude(outcome, measured, start)
         show_result(outcome.run, result, recorder)
 
-    for note in recorder.unwritten:
-        show(f"\nnote: {note}")
-    show(
-        "\nthe result is not written"
-        if recorder.unwritten
-        else f"\nwritten to {folder}"
-    )
-    if recorder.tracker.where:
-        show(recorder.tracker.where)
+    show_places(recorder, folder)
     return Ended(1 if recorder.unwritten or outcome.weights_lost else 0, objective)
 
 
@@ -141,6 +133,19 @@ def show_result(
         )
     for note in result["notes"]:
         show(f"\nnote: {note}")
+
+
+def show_places(recorder: "RunRecorder", folder: Path) -> None:
+    """Print where the result is, or that it could not be written."""
+    for note in recorder.unwritten:
+        show(f"\nnote: {note}")
+    show(
+        "\nthe result is not written"
+        if recorder.unwritten
+        else f"\nwritten to {folder}"
+    )
+    if recorder.tracker.where:
+        show(recorder.tracker.where)
 
 
 if __name__ == "__main__":
