@@ -21,6 +21,8 @@ from torch import Tensor
 from torch.nn import functional as F
 from tqdm.auto import tqdm
 
+from benchmarks.step_times import mean_step
+from benchmarks.training_steps import N_CLASSES, momentum_sgd, random_images
 from toolkit.cli.check_options import check_counts
 from toolkit.model import Stages, build, partition
 from toolkit.runtime import (
@@ -37,7 +39,6 @@ from toolkit.schedule import Schedule, catalog
 
 ENDS = ("closed", "left", "interrupted", "a rank killed", "caller killed")
 _Arguments = tuple[Stages, Schedule, Any, Any]  # of a runtime
-_OPTIMIZER = partial(torch.optim.SGD, lr=0.01, momentum=0.9)
 # Seconds that are allowed.
 _OVERHEAD = 0.002
 _START = 1.0
@@ -67,9 +68,9 @@ def _arguments(
     size = options["image_size"]
     example = torch.empty(options["batch"], 3, size, size, dtype=dtype)
     stages = partition(
-        build(options["model"], 10, size).to(dtype), schedule.n_stages, example
+        build(options["model"], N_CLASSES, size).to(dtype), schedule.n_stages, example
     )
-    return stages, schedule, _OPTIMIZER, F.cross_entropy
+    return stages, schedule, momentum_sgd, F.cross_entropy
 
 
 def _batches(
@@ -77,11 +78,7 @@ def _batches(
 ) -> list[GlobalBatch]:
     torch.manual_seed(seed)
     n_images, size = options["workers"] * options["batch"], options["image_size"]
-    batches = []
-    for _ in range(4):
-        inputs = torch.randn(n_images, 3, size, size, dtype=dtype)
-        batches.append((inputs, torch.randint(10, (n_images,))))
-    return batches
+    return [random_images(n_images, size, dtype=dtype) for _ in range(4)]
 
 
 def _row(question: str, seconds: Sequence[float], allowed: float) -> dict[str, Any]:
@@ -151,9 +148,7 @@ def _time_distributed(
 
 
 def _step_time(steps: Iterable[Any], n_steps: int) -> float:
-    marks = [time.perf_counter() for _ in steps]
-    skipped = n_steps // 4
-    return (marks[-1] - marks[skipped]) / (len(marks) - 1 - skipped)
+    return mean_step([time.perf_counter() for _ in steps], n_steps // 4)
 
 
 def _recoveries(

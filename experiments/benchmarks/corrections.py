@@ -8,14 +8,13 @@ import torch
 from omegaconf import DictConfig
 from torch.nn import functional as F
 
-from benchmarks.grouped import alternate
+from benchmarks.step_times import alternate, ratios
+from benchmarks.training_steps import WARM_UP, momentum_sgd, random_images
 from toolkit.cli.check_options import check_counts
 from toolkit.model import build, partition
 from toolkit.runtime import SingleProcess
 from toolkit.schedule import CORRECTIONS, catalog
 from toolkit.schedule.steady_state import footprint
-
-_WARM_UP = 3  # a late version is first predicted in the third step
 
 
 def run(config: DictConfig, device: torch.device, seed: int) -> list[dict[str, Any]]:
@@ -29,8 +28,8 @@ def run(config: DictConfig, device: torch.device, seed: int) -> list[dict[str, A
     )
     n, size = config.workers, config.image_size
     torch.manual_seed(seed)
-    inputs = torch.randn(n * config.batch, 3, size, size, device=device)
-    targets = torch.randint(10, (len(inputs),), device=device)
+    inputs, targets = random_images(n * config.batch, size, device)
+    optimizer = partial(momentum_sgd, weight_decay=5e-4)
     rows = []
     for delay in (1, "freshest"):
         steps, schedules = {}, {}
@@ -38,22 +37,17 @@ def run(config: DictConfig, device: torch.device, seed: int) -> list[dict[str, A
             model = build(config.model, 10, size).to(device)
             schedule = catalog.cyclic(n, delay, n_stages=config.stages, correction=kind)
             stages = partition(model, config.stages, inputs[: config.batch])
-            optimizer = partial(
-                torch.optim.SGD, lr=0.01, momentum=0.9, weight_decay=5e-4
-            )
             runtime = SingleProcess(stages, schedule, optimizer, F.cross_entropy)
             steps[kind] = partial(runtime.step, inputs, targets)
             schedules[kind] = schedule
-        seconds = alternate(steps, config.rounds, device, _WARM_UP)
+        seconds = alternate(steps, config.rounds, device, WARM_UP)
         for kind, schedule in schedules.items():
-            pairs = zip(seconds[kind], seconds["none"], strict=True)
-            ratios = [corrected / plain for corrected, plain in pairs]
             rows.append(
                 {
                     "rule": f"CDP-v{1 if delay == 1 else 2}",
                     "correction": kind,
                     "seconds": round(median(seconds[kind]), 5),
-                    "ratio": round(median(ratios), 3),
+                    "ratio": round(median(ratios(seconds[kind], seconds["none"])), 3),
                     "weights of a rank (models)": round(
                         float(footprint(schedule).weights), 3
                     ),

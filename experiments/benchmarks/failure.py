@@ -11,45 +11,33 @@ A round passes if all processes have ended within the time-out and a margin, not
 with one line "error: ..." that names the rank and, where it trained, the step and instruction.
 """
 
-import contextlib
-import ctypes
-import json
 import os
 import random
 import re
 import shutil
 import signal
 import socket
-import subprocess
 import sys
 import tempfile
 import time
-import uuid
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
-from datetime import timedelta
 from itertools import product
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import pandas as pd
 import torch
 from omegaconf import DictConfig
-from torch.distributed import PrefixStore, TCPStore
 from tqdm import tqdm
 
+from benchmarks.checks import check_above_zero, check_rules
+from benchmarks.job import Job, Rank, cut, ranks_at_work, torchrun
 from toolkit.cli import output_folder
 from toolkit.cli.check_options import check_counts
 from toolkit.errors import UserError
 from toolkit.files import write_csv
-from toolkit.runtime.process_group.shared_status import Process, SharedStatus
-
-# What is looked at from outside lies in /proc.
-
-_INTERVAL = 0.02  # seconds between looks at the processes
-# The system call's number, the same on every architecture since Linux 5.6.
-_PIDFD_GETFD = 438
-_libc = ctypes.CDLL(None, use_errno=True)
+from toolkit.runtime.process_group.shared_status import Process
 
 SAYS_WHEN = """\
 import runpy, sys, time
@@ -77,161 +65,23 @@ runpy.run_path(sys.argv[0], run_name="__main__")
 """Runs a script once all ranks have imported what it needs, so that this takes no time-out."""
 
 
-class Job:
-    """A command and all processes that it starts, known by a mark in their environment.
-
-    A context, at whose end nothing of it is left. All of it writes to the file ``output``.
-    """
-
-    def __init__(
-        self, command: Sequence[str], variables: dict[str, str], output: Path
-    ) -> None:
-        mark = uuid.uuid4().hex
-        self._mark = f"FAILURE_BENCH={mark}".encode()
-        self._processes: dict[tuple[int, str], Process] = {}  # by number and start
-        env = (
-            {"OMP_NUM_THREADS": "1"}
-            | dict(os.environ)
-            | variables
-            | {"FAILURE_BENCH": mark}
-        )
-        with output.open("wb") as file:
-            self._process = subprocess.Popen(
-                command,
-                env=env,
-                stdin=subprocess.DEVNULL,
-                stdout=file,
-                stderr=subprocess.STDOUT,
-            )
-        self.pid = self._process.pid
-        self.wait = self._process.wait
-
-    def __enter__(self) -> "Job":
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        # Until none is left: a process may start others before it is killed.
-        while processes := self.running():
-            for process in processes:
-                process.kill()
-            time.sleep(_INTERVAL)
-        self._process.wait()
-
-    @property
-    def status(self) -> int | None:
-        """Exit status of the command; None while it runs."""
-        return self._process.poll()
-
-    def running(self) -> list[Process]:
-        """Return all of its processes that run."""
-        for pid in map(int, filter(str.isdigit, os.listdir("/proc"))):
-            with contextlib.suppress(OSError):
-                if self._mark in Path(f"/proc/{pid}/environ").read_bytes().split(b"\0"):
-                    process = Process(pid)
-                    self._processes.setdefault((pid, process.started), process)
-        return [process for process in self._processes.values() if not process.gone]
-
-
-class Rank(NamedTuple):
-    """A rank of a job that trains, from outside."""
-
-    process: Process
-    status: SharedStatus
-
-    @property
-    def place(self) -> str:
-        """Where it is, or was at its end."""
-        return self.status.read().position
-
-
-def ranks_at_work(
-    job: Job, port: int, n_ranks: int, step: int, patience: float
-) -> list[Rank]:
-    """Return all ranks once each of them has come to ``step``; nothing if they do not.
-
-    Ranks find each other's process and record through the store at ``port``.
-    """
-    ranks: list[Rank] = []
-    end = time.monotonic() + patience
-    while job.status is None and time.monotonic() < end:
-        # Nobody listens yet, or the job has just failed and its store with it.
-        with contextlib.suppress(OSError, RuntimeError):
-            ranks = ranks or _known_ranks(port, n_ranks)
-        steps = [rank.status.read().step for rank in ranks]
-        if ranks and all(now is not None and now >= step for now in steps):
-            return ranks
-        time.sleep(0.1)  # the ranks need the store themselves
-    return []
-
-
-def _known_ranks(port: int, n_ranks: int) -> list[Rank]:
-    socket.create_connection(("localhost", port), 1).close()
-    store = PrefixStore(
-        "watch", TCPStore("localhost", port, None, False, timedelta(seconds=1))
-    )
-    keys = [f"process/{rank}" for rank in range(n_ranks)]
-    entries = [json.loads(store.get(key)) for key in keys] if store.check(keys) else []
-    ranks = []
-    for _, pid, start, fd in entries:
-        status = SharedStatus.of(pid, fd)
-        if status is not None:
-            ranks.append(Rank(Process(pid, start), status))
-    return ranks
-
-
-def cut(rank: Rank, port: int) -> None:
-    """Shut a rank's connections to other ranks down, but not those to the store at ``port``."""
-    n_cut = 0
-    for connection in _connections(rank.process.pid):
-        with contextlib.suppress(OSError):  # one that is not connected
-            if port not in (connection.getsockname()[1], connection.getpeername()[1]):
-                connection.shutdown(socket.SHUT_RDWR)
-                n_cut += 1
-    if not n_cut:
-        raise RuntimeError(
-            f"process {rank.process.pid} has no connection to another rank"
-        )
-
-
+FAULTS = ("killed", "stopped", "cut", "no_port")
 _BREAK: dict[str, Callable[[Rank, int], None]] = {
     "killed": lambda rank, port: os.kill(rank.process.pid, signal.SIGKILL),
     "stopped": lambda rank, port: os.kill(rank.process.pid, signal.SIGSTOP),
     "cut": cut,
 }
+TRAIN = Path(__file__).parents[1] / "train.py"
+UNDER_WAY = 2  # training step that all ranks have reached before the fault
+_PATIENCE = 120.0  # seconds in which training has to begin
+_END = 40.0  # seconds beyond the time-out for which the end is waited for
+_LEAVE = 2.0  # seconds in which the last processes follow the command
 
 
 def free_port() -> int:
     with socket.socket() as free:
         free.bind(("localhost", 0))
         return free.getsockname()[1]
-
-
-def _connections(pid: int) -> Iterator[socket.socket]:
-    """Yield another process's TCP sockets, each for as long as the caller looks at it."""
-    process = os.pidfd_open(pid)
-    try:
-        for fd in map(int, os.listdir(f"/proc/{pid}/fd")):
-            if not os.readlink(f"/proc/{pid}/fd/{fd}").startswith("socket:"):
-                continue
-            copied_fd = _libc.syscall(_PIDFD_GETFD, process, fd, 0)
-            if copied_fd < 0:
-                reason = os.strerror(ctypes.get_errno())
-                raise UserError(
-                    f"sockets of process {pid}: {reason}; be root, or leave cut out of bench.faults"
-                )
-            with socket.socket(fileno=copied_fd) as connection:
-                if connection.family in (socket.AF_INET, socket.AF_INET6):
-                    yield connection
-    finally:
-        os.close(process)
-
-
-FAULTS = ("killed", "stopped", "cut", "no_port")
-TRAIN = Path(__file__).parents[1] / "train.py"
-UNDER_WAY = 2  # training step that all ranks have reached before the fault
-_PATIENCE = 120.0  # seconds in which training has to begin
-_END = 40.0  # seconds beyond the time-out for which the end is waited for
-_LEAVE = 2.0  # seconds in which the last processes follow the command
 
 
 @dataclass
@@ -325,15 +175,8 @@ def _broken(
     """Train under torchrun until the fault and its end."""
     port, start = free_port(), output.with_name("start.py")
     start.write_text(START_TOGETHER)
-    torchrun = [
-        sys.executable,
-        "-m",
-        "torch.distributed.run",
-        f"--nproc-per-node={config.ranks}",
-    ]
-    with Job(
-        [*torchrun, f"--master-port={port}", str(start), *training], {}, output
-    ) as job:
+    command = [*torchrun(config.ranks, f"--master-port={port}"), str(start), *training]
+    with Job(command, output) as job:
         ranks = ranks_at_work(job, port, config.ranks, UNDER_WAY, _PATIENCE)
         job.running()  # so that all are known
         time.sleep(outcome.delay)
@@ -352,16 +195,11 @@ def _alone(
     outcome: Round, config: DictConfig, training: list[str], output: Path
 ) -> None:
     """Start a rank where no other is."""
-    place = {
-        "RANK": outcome.rank,
-        "LOCAL_RANK": outcome.rank,
-        "WORLD_SIZE": config.ranks,
-    }
-    place |= {"MASTER_ADDR": "localhost", "MASTER_PORT": free_port()}
+    rank, port = str(outcome.rank), str(free_port())
+    place = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": str(config.ranks)}
+    place |= {"MASTER_ADDR": "localhost", "MASTER_PORT": port}
     command = [sys.executable, "-c", SAYS_WHEN, *training]
-    with Job(
-        command, {name: str(value) for name, value in place.items()}, output
-    ) as job:
+    with Job(command, output, place) as job:
         end = time.monotonic() + _PATIENCE
         while not (
             line := re.search(r"^connects (\S+)\n", output.read_text(), re.MULTILINE)
@@ -372,7 +210,7 @@ def _alone(
             time.sleep(0.02)
         start = time.monotonic() - (time.time() - float(line[1]))
         _await_end(outcome, job, job.running(), start, config)
-        outcome.place = f"localhost:{place['MASTER_PORT']}"
+        outcome.place = f"localhost:{port}"
 
 
 def _await_end(
@@ -454,15 +292,10 @@ def _check(config: DictConfig) -> None:
             f"bench=failure looks into /proc, on Linux: this is {sys.platform}"
         )
     check_counts(config, "rounds", of="bench.")
-    for name, holds, rule in (
+    check_above_zero(config, "timeout", "margin")
+    are_faults = config.faults and {*config.faults} <= {*FAULTS}
+    check_rules(
+        config,
         ("ranks", config.ranks >= 2, "is 2 or more"),
-        ("timeout", config.timeout > 0, "is above 0, in seconds"),
-        ("margin", config.margin > 0, "is above 0, in seconds"),
-        (
-            "faults",
-            config.faults and {*config.faults} <= {*FAULTS},
-            f"are of {', '.join(FAULTS)}",
-        ),
-    ):
-        if not holds:
-            raise UserError(f"bench.{name} {rule}: got {config[name]}")
+        ("faults", are_faults, f"are of {', '.join(FAULTS)}"),
+    )

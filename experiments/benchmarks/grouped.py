@@ -4,7 +4,7 @@ All compute with the same precision, memory format and compilation. On a GPU pla
 captured in a CUDA graph, whole steps with their updates.
 """
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable
 from itertools import count
 from statistics import median
 from typing import Any
@@ -12,11 +12,10 @@ from typing import Any
 import torch
 from omegaconf import DictConfig
 from torch import Tensor
-from tqdm import tqdm
 
+from benchmarks.step_times import alternate, ratios
 from benchmarks.training_steps import N_CLASSES, WARM_UP, Setting, Step
 from toolkit.cli.check_options import check_counts
-from toolkit.cost.profiling import synchronized_time
 from toolkit.runtime import SingleProcess
 from toolkit.runtime.meters.operations import count_operations
 from toolkit.training.data import Batches, synthetic
@@ -90,42 +89,20 @@ def _rows(
     baseline = next(iter(seconds.values()))
     rows = []
     for name, method_seconds in seconds.items():
-        ratios = _ratios(method_seconds, baseline)
+        to_plain = ratios(method_seconds, baseline)
         captured = None
         if _CAPTURED in seconds:
-            captured = round(median(_ratios(method_seconds, seconds[_CAPTURED])), 3)
+            captured = round(median(ratios(method_seconds, seconds[_CAPTURED])), 3)
         rows.append(
             {
                 "method": name,
                 "seconds": round(median(method_seconds) / n_steps, 5),
                 "images/s": round(n_steps * n_images / median(method_seconds), 1),
-                "ratio": round(median(ratios), 3),
-                "ratio_min": round(min(ratios), 3),
-                "ratio_max": round(max(ratios), 3),
+                "ratio": round(median(to_plain), 3),
+                "ratio_min": round(min(to_plain), 3),
+                "ratio_max": round(max(to_plain), 3),
                 "to captured": captured,
                 "operations": None,
             }
         )
     return rows
-
-
-def _ratios(seconds: list[float], baseline: list[float]) -> list[float]:
-    """Return the ratios of two methods, round by round."""
-    return [first / second for first, second in zip(seconds, baseline, strict=True)]
-
-
-def alternate(
-    methods: Mapping[str, Callable[[], object]],
-    rounds: int,
-    device: torch.device,
-    warm_up: int = 1,
-) -> dict[str, list[float]]:
-    """Return the seconds of ``rounds`` calls of each method, in turn, after ``warm_up`` others."""
-    seconds: dict[str, list[float]] = {name: [] for name in methods}
-    for round_number in tqdm(range(-warm_up, rounds), unit="round", leave=False):
-        for name, method in methods.items():
-            start = synchronized_time(device)
-            method()
-            if round_number >= 0:
-                seconds[name].append(synchronized_time(device) - start)
-    return seconds

@@ -12,6 +12,8 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from benchmarks import slept
+from benchmarks.step_times import mean_step
+from benchmarks.training_steps import N_CLASSES, momentum_sgd, random_images
 from toolkit.cost import Hardware, affordable_schedule
 from toolkit.model import build, partition
 from toolkit.runtime import Distributed, World
@@ -96,17 +98,16 @@ def images_of(task: Task) -> tuple[Tensor, Tensor]:
     """Return random images of all workers, and their classes."""
     torch.manual_seed(task.seed)
     n_images = task.workers * task.batch
-    classes = torch.randint(10, (n_images,))
     if task.sleep:
-        return torch.randn(n_images, slept.FEATURES), classes
-    return torch.randn(n_images, 3, task.image_size, task.image_size), classes
+        return slept.random_samples(n_images)
+    return random_images(n_images, task.image_size)
 
 
 def fresh_model(task: Task) -> nn.Module:
     torch.manual_seed(task.seed)
     if task.sleep:
         return slept.model(task.stages, task.megabytes, task.sleep)
-    return build(task.model, 10, task.image_size)
+    return build(task.model, N_CLASSES, task.image_size)
 
 
 def methods_of(task: Task) -> tuple[str, ...]:
@@ -165,13 +166,13 @@ def make(task: Task, name: str, link: Link | None, world: World) -> Train:
         options = options | {"bucket_mb": filled / 2**20}
     schedule = world.gather(None if world.rank else schedule_of(task, name, link))[0]
     runtime = method.runtime(
-        stages, schedule, _sgd, F.cross_entropy, world=world, **options
+        stages, schedule, momentum_sgd, F.cross_entropy, world=world, **options
     )
     return lambda n_steps: runtime.run([(images, classes)] * n_steps)
 
 
 def _plain(model: nn.Module, images: Tensor, classes: Tensor) -> Train:
-    optimizer = _sgd(model.parameters())
+    optimizer = momentum_sgd(model.parameters())
 
     def train(n_steps: int) -> Iterator[None]:
         for _ in range(n_steps):
@@ -181,10 +182,6 @@ def _plain(model: nn.Module, images: Tensor, classes: Tensor) -> Train:
             yield
 
     return train
-
-
-def _sgd(parameters: Any) -> torch.optim.SGD:
-    return torch.optim.SGD(parameters, lr=0.01, momentum=0.9)
 
 
 def _in_bucket(task: Task) -> int:
@@ -233,6 +230,4 @@ def predicted(task: Task, link: Link, name: str) -> float:
 
 def step_time(times: Times, skip: int) -> float:
     """Return the seconds of a step of the slowest rank, after step ``skip``, counted from 0."""
-    return max(
-        (moments[-1] - moments[skip]) / (len(moments) - 1 - skip) for moments in times
-    )
+    return max(mean_step(moments, skip) for moments in times)

@@ -31,6 +31,7 @@ from omegaconf import DictConfig, OmegaConf
 from tqdm import tqdm
 
 from benchmarks import network
+from benchmarks.checks import check_cpu, check_rules
 from benchmarks.link_methods import (
     AFFORDED,
     ALL,
@@ -53,7 +54,7 @@ from toolkit.errors import UserError
 from toolkit.figures import link_times, save
 from toolkit.files import write_csv
 from toolkit.format import table as format_table
-from toolkit.runtime import join, launch, report
+from toolkit.runtime import launch, report
 
 _COMPUTES = 3  # runs without messages; their median counts
 _SENDS = 3  # of all parameters; their median counts
@@ -65,13 +66,8 @@ def train_all(net: network.Network, task: Task) -> None:
     Rank 0 reports the links, then of each run its link, round, method, and :data:`Times`.
     """
     rank = int(os.environ["RANK"])
-    network.enter(net.machines[rank // task.ranks_per_machine])
-    # The store of ``launch`` cannot be reached from here, so rank 0 has another.
-    del os.environ["TORCHELASTIC_USE_AGENT_STORE"]
-    os.environ |= {"MASTER_ADDR": network.address(0), "MASTER_PORT": "29500"}
-    os.environ["GLOO_SOCKET_IFNAME"] = network.INTERFACE
-    torch.set_num_threads(1)
-    world = join(device="cpu", timeout=task.timeout)
+    machine = net.machines[rank // task.ranks_per_machine]
+    world = network.join_from(machine, task.timeout)
     trainings: dict[tuple[str, Link | None], Train] = {}
 
     def shape(rate: float | None) -> None:
@@ -307,10 +303,7 @@ def measured(
 
 def check(config: DictConfig, device: torch.device) -> None:
     """Raise UserError for options that cannot be measured, or not here."""
-    if device.type != "cpu":
-        raise UserError(
-            f"bench=links computes on the CPU: got {device}; give device=cpu"
-        )
+    check_cpu("links", device)
     check_counts(config, "workers", "image_size", "batch", "stages", of="bench.")
     check_counts(config, "rounds", "ranks_per_machine", of="bench.")
     methods = {*config.methods}
@@ -338,9 +331,7 @@ def check(config: DictConfig, device: torch.device) -> None:
         checks.append(
             (name, len({*config[name]}) == len(config[name]), "are different")
         )
-    for name, holds, rule in checks:
-        if not holds:
-            raise UserError(f"bench.{name} {rule}: got {config[name]}")
+    check_rules(config, *checks)
     for workers in config.workers:
         network.check(workers // per_machine)
 

@@ -18,7 +18,7 @@ from PIL import Image
 from torch import Tensor
 from tqdm import tqdm
 
-from benchmarks.grouped import alternate
+from benchmarks.step_times import alternate
 from benchmarks.training_steps import N_CLASSES, WARM_UP, Setting
 from toolkit.cli.check_options import check_counts
 from toolkit.errors import UserError

@@ -13,13 +13,14 @@ from torch import nn
 from torch.nn import functional as F
 from torch.nn.parallel import DistributedDataParallel
 
+from benchmarks.step_times import ratios
+from benchmarks.training_steps import N_CLASSES, momentum_sgd, random_images
 from toolkit.cli.check_options import check_counts
 from toolkit.model import build, partition
 from toolkit.runtime import CyclicDataParallel, Distributed, World, join, launch
 from toolkit.schedule import ScheduleSpec
 
 RULES = ("dp", "cdp_v1", "cdp_v2")
-_OPTIMIZER = partial(torch.optim.SGD, lr=0.01, momentum=0.9)
 
 Run = Callable[[int], Iterator[Any]]
 """Carries out training steps, and yields after each."""
@@ -41,9 +42,8 @@ def measure(options: dict[str, Any], device: str, seed: int) -> list[dict[str, A
     world = join(device="cpu" if device == "cpu" else "auto")
     torch.manual_seed(seed)
     n, size = world.size, options["image_size"]
-    inputs = torch.randn(n * options["batch"], 3, size, size, device=world.device)
-    targets = torch.randint(10, (len(inputs),), device=world.device)
-    make = partial(build, options["model"], 10, size)
+    inputs, targets = random_images(n * options["batch"], size, world.device)
+    make = partial(build, options["model"], N_CLASSES, size)
     x = inputs.chunk(n)[world.rank]
     y = targets.chunk(n)[world.rank]
     ways: dict[str, Run] = {"DDP": _ddp(make().to(world.device), x, y)}
@@ -70,7 +70,7 @@ def _row(
     loop = seconds[f"{rule} in a loop"]
 
     def ratio(name: str) -> float:
-        return round(median(a / b for a, b in zip(loop, seconds[name], strict=True)), 3)
+        return round(median(ratios(loop, seconds[name])), 3)
 
     return {
         "rule": rule,
@@ -83,11 +83,11 @@ def _row(
 
 def _ddp(model: nn.Module, x: torch.Tensor, y: torch.Tensor) -> Run:
     wrapped = DistributedDataParallel(model)
-    return partial(_train, wrapped, _OPTIMIZER(wrapped.parameters()), x, y)
+    return partial(_train, wrapped, momentum_sgd(wrapped.parameters()), x, y)
 
 
 def _loop(model: nn.Module, rule: str, x: torch.Tensor, y: torch.Tensor) -> Run:
-    wrapped = CyclicDataParallel(model, optimizer=_OPTIMIZER, rule=rule)
+    wrapped = CyclicDataParallel(model, optimizer=momentum_sgd, rule=rule)
     return partial(_train, wrapped, wrapped.optimizer, x, y)
 
 
@@ -116,5 +116,5 @@ def _runtime(
 ) -> Run:
     schedule = ScheduleSpec.from_call(rule, {"n": world.size}).build()
     stages = partition(model, world.size, inputs.chunk(world.size)[0])
-    runtime = Distributed(stages, schedule, _OPTIMIZER, F.cross_entropy, world=world)
+    runtime = Distributed(stages, schedule, momentum_sgd, F.cross_entropy, world=world)
     return lambda n: runtime.run([(inputs, targets)] * n)

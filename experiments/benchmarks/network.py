@@ -19,9 +19,11 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
+import torch
 from numpy.typing import NDArray
 
 from toolkit.errors import UserError
+from toolkit.runtime import World, join
 
 INTERFACE = "eth0"
 WINDOW = 0.01  # seconds
@@ -124,6 +126,17 @@ def enter(namespace: str) -> None:
     with open(f"/run/netns/{namespace}") as file:
         if ctypes.CDLL(None, use_errno=True).setns(file.fileno(), 0):
             raise OSError(ctypes.get_errno(), f"cannot enter {namespace}")
+
+
+def join_from(machine: str, timeout: float) -> World:
+    """Let this rank of ``launch`` join the others from the namespace ``machine``."""
+    enter(machine)
+    # The store of ``launch`` cannot be reached from here, so rank 0 has another.
+    del os.environ["TORCHELASTIC_USE_AGENT_STORE"]
+    os.environ |= {"MASTER_ADDR": address(0), "MASTER_PORT": "29500"}
+    os.environ["GLOO_SOCKET_IFNAME"] = INTERFACE
+    torch.set_num_threads(1)
+    return join(device="cpu", timeout=timeout)
 
 
 @contextmanager

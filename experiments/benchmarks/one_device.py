@@ -13,18 +13,17 @@ from typing import Any
 import torch
 from omegaconf import DictConfig
 from torch import Tensor
-from torch.nn import functional as F
 from tqdm import tqdm
 
+from benchmarks.checks import check_cpu
+from benchmarks.peak import in_order, predict_peak
 from toolkit.cli.check_options import check_counts
-from toolkit.cost import UNIT, Costs, Hardware, profile, recomputing, simulate
-from toolkit.cost.timeline import WEIGHTS
-from toolkit.errors import UserError
+from toolkit.cost import Hardware, profile, recomputing
 from toolkit.format import MB
 from toolkit.model import Stages, build, partition
 from toolkit.model.peak_memory import LiveMemory
 from toolkit.plan.one_device import least_peak
-from toolkit.runtime import SingleProcess, StepOptions
+from toolkit.runtime import StepOptions
 from toolkit.schedule import Schedule, catalog
 
 _STEPS = 2
@@ -37,10 +36,7 @@ def run(config: DictConfig, device: torch.device, seed: int) -> list[dict[str, A
     Stages are chosen by a roofline. Their extra time is also that of the seconds measured here.
     """
     check_counts(config, "batch", "image_size", "stages", of="bench.")
-    if device.type != "cpu":
-        raise UserError(
-            f"bench=one_device takes device=cpu: got {device}; bench=peak is for a GPU"
-        )
+    check_cpu("one_device", device)  # bench=peak is for a GPU
     hardware = Hardware(
         "roofline", config.flops, config.memory_bandwidth, link_bandwidth=1.0
     )
@@ -63,7 +59,9 @@ def run(config: DictConfig, device: torch.device, seed: int) -> list[dict[str, A
         ]
         dp_predicted = dp_measured = 0.0
         for method, schedule, recomputed in methods:
-            predicted = predict_peak(schedule, recomputing(costs, [*recomputed]))
+            predicted = predict_peak(
+                schedule, recomputing(costs, [*recomputed]), _STEPS, _STEPS
+            )
             measured = measure_peak(
                 name, schedule, images, StepOptions(checkpoint=[*recomputed])
             )
@@ -95,32 +93,17 @@ def staged(name: str, n_stages: int, images: Tensor) -> Stages:
     return partition(build(name, _CLASSES, images.shape[-1]), n_stages, images)
 
 
-def predict_peak(schedule: Schedule, costs: Costs) -> float:
-    """Return the peak bytes of the program above the weights that stay between training steps."""
-    timeline = simulate(schedule.lower(_STEPS, _STEPS), costs, UNIT)
-    (_, at_rest), *_ = timeline.memory(kind=WEIGHTS)
-    return timeline.peak_memory() - at_rest
-
-
 def measure_peak(
     name: str, schedule: Schedule, images: Tensor, options: StepOptions
 ) -> float:
     """Return the peak bytes of tensors above those that stay between training steps."""
-    inputs = images.repeat(schedule.n_microbatches, 1, 1, 1)
-    targets = torch.zeros(len(inputs), dtype=torch.long)
     with LiveMemory() as live:
-        runtime = SingleProcess(
-            staged(name, schedule.n_stages, images),
-            schedule,
-            lambda parameters: torch.optim.SGD(parameters, lr=0.01),
-            F.cross_entropy,
-            "scheduled",
-            options=options,
-        )
+        stages = staged(name, schedule.n_stages, images)
+        runtime, batch = in_order(schedule, stages, images, options)
         for _ in range(_STEPS):  # by then no weights are left that were made otherwise
-            runtime.step(inputs, targets)
+            runtime.step(*batch)
         gc.collect()
         at_rest = live.most = live.bytes
-        for result in runtime.run([(inputs, targets)] * _STEPS):
+        for result in runtime.run([batch] * _STEPS):
             del result
     return live.most - at_rest

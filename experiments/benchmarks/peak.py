@@ -6,6 +6,7 @@ costs: of tensors alone, and with the workspace that libraries take within an op
 """
 
 import gc
+from functools import partial
 from itertools import product
 from typing import Any, NamedTuple
 
@@ -23,9 +24,10 @@ from toolkit.cost.library_workspace import CudaMemory, add_library_workspace
 from toolkit.cost.timeline import WEIGHTS
 from toolkit.errors import UserError
 from toolkit.format import GIB
-from toolkit.model import build, partition
+from toolkit.model import Stages, build, partition
 from toolkit.model.peak_memory import MemoryMeter
 from toolkit.runtime import SingleProcess, StepOptions
+from toolkit.runtime.microbatches import GlobalBatch
 from toolkit.runtime.step_options import allow_tf32
 from toolkit.schedule import Schedule, catalog
 
@@ -109,6 +111,29 @@ class PeakAtOpEnds(TorchDispatchMode):
         return output
 
 
+def in_order(
+    schedule: Schedule, stages: Stages, images: Tensor, options: StepOptions
+) -> tuple[SingleProcess, GlobalBatch]:
+    """Return a runtime that carries out ``schedule`` slot by slot, and a batch for it.
+
+    Args:
+        schedule: the schedule, of which all ranks are this device.
+        stages: the model.
+        images: those of each micro-batch.
+        options: of a step.
+    """
+    runtime = SingleProcess(
+        stages,
+        schedule,
+        partial(torch.optim.SGD, lr=0.01),
+        F.cross_entropy,
+        "scheduled",
+        options=options,
+    )
+    inputs = images.repeat(schedule.n_microbatches, 1, 1, 1)
+    return runtime, (inputs, inputs.new_zeros(len(inputs), dtype=torch.long))
+
+
 def measure_peak(
     name: str,
     schedule: Schedule,
@@ -119,24 +144,16 @@ def measure_peak(
     """Return the peak of a training step of model ``name`` on micro-batches like ``images``."""
     device = images.device
     model = build(name, _CLASSES, images.shape[-1]).to(device)
-    runtime = SingleProcess(
-        partition(model, schedule.n_stages, images, by),
-        schedule,
-        lambda parameters: torch.optim.SGD(parameters, lr=0.01),
-        F.cross_entropy,
-        "scheduled",
-        options=options,
-    )
-    inputs = images.repeat(schedule.n_microbatches, 1, 1, 1)
-    targets = torch.zeros(len(inputs), dtype=torch.long, device=device)
+    stages = partition(model, schedule.n_stages, images, by)
+    runtime, batch = in_order(schedule, stages, images, options)
     # What this first step leaves allocated counts as at rest.
-    runtime.step(inputs, targets)
+    runtime.step(*batch)
     gc.collect()
     memory = CudaMemory(device)
     memory.restart()
     at_rest = torch.cuda.memory_stats(device)
     with PeakAtOpEnds(memory) as op_ends:
-        for result in runtime.run([(inputs, targets)] * _STEPS):
+        for result in runtime.run([batch] * _STEPS):
             del result
     statistics = torch.cuda.memory_stats(device)
     requested_at_rest = at_rest["requested_bytes.all.current"]
@@ -169,8 +186,10 @@ def measured_costs(
     return add_library_workspace(costs, stages, images, options.precision)
 
 
-def predict_peak(schedule: Schedule, costs: Costs) -> float:
+def predict_peak(
+    schedule: Schedule, costs: Costs, n_steps: int = _STEPS, first_step: int = 1
+) -> float:
     """Return the peak bytes of the program above the weights that stay between training steps."""
-    timeline = simulate(schedule.lower(_STEPS, 1), costs, UNIT)
+    timeline = simulate(schedule.lower(n_steps, first_step), costs, UNIT)
     (_, at_rest), *_ = timeline.memory(kind=WEIGHTS)
     return timeline.peak_memory() - at_rest

@@ -17,6 +17,8 @@ from omegaconf import DictConfig
 from torch.nn import functional as F
 from tqdm import tqdm
 
+from benchmarks.checks import check_cpu
+from benchmarks.training_steps import N_CLASSES, momentum_sgd, random_images
 from toolkit.cli.check_options import check_counts
 from toolkit.cost import Costs, Hardware, Timeline, profile, recomputing, simulate
 from toolkit.cost.timeline import ACTIVATIONS
@@ -25,7 +27,9 @@ from toolkit.format import MB
 from toolkit.model import build, partition
 from toolkit.plan.candidates import Candidate, candidates
 from toolkit.runtime import Distributed, StepOptions, World, join, launch
+from toolkit.runtime.meters.measurements import Measurements
 from toolkit.runtime.microbatches import GlobalBatch
+from toolkit.schedule import Schedule
 from toolkit.schedule.instruction import Action
 from toolkit.schedule.program import Program
 from toolkit.schedule.steady_state import steps_to_time
@@ -43,8 +47,7 @@ def run(config: DictConfig, device: torch.device, seed: int) -> list[dict[str, A
     Memory is the fullest rank's, of weights, gradient sums and activations: at most that of all the
     weights that messages can bring, activations, and one sum a stage.
     """
-    if device.type != "cpu":
-        raise UserError(f"bench=predictions runs on the CPU: got device={device}")
+    check_cpu("predictions", device)
     check_counts(config, "image_size", "batch", "steps", "configurations", of="bench.")
     return launch(measure, _RANKS, dict(config), seed)[0]
 
@@ -65,14 +68,13 @@ def measure(options: dict[str, Any], seed: int) -> list[dict[str, Any]]:
     world = join(device="cpu")
     size = options["image_size"]
     hardware = measure_hardware(world)
-    inputs = torch.randn(options["batch"], 3, size, size)
-    targets = torch.randint(10, (options["batch"],))
+    inputs, targets = random_images(options["batch"], size)
     rows = []
     for name, candidate in tqdm(draw_candidates(options, seed), disable=world.rank > 0):
         torch.manual_seed(seed)
         schedule = candidate.schedule
         example = inputs[: candidate.batch]
-        model = build(name, 10, size)
+        model = build(name, N_CLASSES, size)
         try:
             stages = partition(
                 model, schedule.n_stages, example, candidate.partition, check=False
@@ -85,7 +87,7 @@ def measure(options: dict[str, Any], seed: int) -> list[dict[str, Any]]:
         runtime = Distributed(
             stages,
             schedule,
-            lambda parameters: torch.optim.SGD(parameters, lr=0.01, momentum=0.9),
+            momentum_sgd,
             F.cross_entropy,
             options=StepOptions(checkpoint=candidate.checkpoint),
             world=world,
@@ -95,36 +97,42 @@ def measure(options: dict[str, Any], seed: int) -> list[dict[str, Any]]:
         measurements = runtime.measurements()
         seconds = step_seconds(world, runtime, (inputs, targets), options["steps"])
 
-        program = schedule.lower(steps_to_time(schedule, 8)).verify()
-        weight_bytes = [cost.parameter_bytes for cost in costs]
-        predicted = simulate(program, costs, hardware, weight_bytes)
-        measured = measurements.timeline()
-        measured_kinds = {change.kind for change in measured.changes}
-        predicted_peak = max(_peaks(predicted, measured_kinds))
-        measured_peak = max(_peaks(measured, measured_kinds))
-        # Of each rank: activations, all weights that messages can bring, and one sum a stage.
-        bounds = zip(
-            _peaks(predicted, {ACTIVATIONS} & measured_kinds),
-            measurements.most_weights(),
-            _gradient_bytes(program, costs),
-            strict=True,
-        )
-        rows.append(
-            {
-                "model": name,
-                "schedule": candidate.label,
-                "predicted ms": round(predicted.step_time * 1e3, 2),
-                "measured ms": round(seconds * 1e3, 2),
-                "error (%)": round(100 * (predicted.step_time / seconds - 1), 1),
-                "predicted MB": round(predicted_peak / MB, 3),
-                "measured MB": round(measured_peak / MB, 3),
-                "at most MB": round(max(map(sum, bounds)) / MB, 3),
-                "memory error (%)": round(
-                    100 * (predicted_peak / measured_peak - 1), 1
-                ),
-            }
-        )
+        row = {"model": name, "schedule": candidate.label}
+        rows.append(row | _errors(schedule, costs, hardware, measurements, seconds))
     return rows
+
+
+def _errors(
+    schedule: Schedule,
+    costs: Costs,
+    hardware: Hardware,
+    measurements: Measurements,
+    seconds: float,
+) -> dict[str, Any]:
+    """Return the step time and the memory, predicted and measured, as cells of a row."""
+    program = schedule.lower(steps_to_time(schedule, 8)).verify()
+    weight_bytes = [cost.parameter_bytes for cost in costs]
+    predicted = simulate(program, costs, hardware, weight_bytes)
+    measured = measurements.timeline()
+    measured_kinds = {change.kind for change in measured.changes}
+    predicted_peak = max(_peaks(predicted, measured_kinds))
+    measured_peak = max(_peaks(measured, measured_kinds))
+    # Of each rank: activations, all weights that messages can bring, and one sum a stage.
+    bounds = zip(
+        _peaks(predicted, {ACTIVATIONS} & measured_kinds),
+        measurements.most_weights(),
+        _gradient_bytes(program, costs),
+        strict=True,
+    )
+    return {
+        "predicted ms": round(predicted.step_time * 1e3, 2),
+        "measured ms": round(seconds * 1e3, 2),
+        "error (%)": round(100 * (predicted.step_time / seconds - 1), 1),
+        "predicted MB": round(predicted_peak / MB, 3),
+        "measured MB": round(measured_peak / MB, 3),
+        "at most MB": round(max(map(sum, bounds)) / MB, 3),
+        "memory error (%)": round(100 * (predicted_peak / measured_peak - 1), 1),
+    }
 
 
 def step_seconds(

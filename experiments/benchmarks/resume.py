@@ -16,7 +16,7 @@ import torch
 from omegaconf import DictConfig
 from tqdm import tqdm
 
-from benchmarks.failure import Job
+from benchmarks.job import Job, torchrun
 from toolkit.cli.check_options import check_counts
 from toolkit.errors import check_choice
 
@@ -76,33 +76,22 @@ def run(config: DictConfig, device: torch.device, seed: int) -> list[dict[str, A
     return rows
 
 
-def _start(config: DictConfig, options: list[str], folder: Path, *torchrun: str) -> Job:
+def _start(
+    config: DictConfig, options: list[str], folder: Path, *torchrun_options: str
+) -> Job:
     """Start training, or resume it where there is a checkpoint."""
     command = [sys.executable]
     if "runtime=distributed" in options:
-        command += [
-            "-m",
-            "torch.distributed.run",
-            "--standalone",
-            "--local-addr=127.0.0.1",
-        ]
-        command += [f"--nproc-per-node={config.ranks}", *torchrun]
+        local = "--standalone", "--local-addr=127.0.0.1"
+        command = torchrun(config.ranks, *local, *torchrun_options)
     if _saved_steps(folder):
         command += [str(_TRAIN), f"resume={folder}"]
     else:
-        sizes = [
-            f"workers={config.ranks}",
-            f"stages={config.ranks}",
-            f"epochs={config.epochs}",
-        ]
-        sizes += [
-            "threads=1",
-            "save.steps=3",
-            *config.options,
-            f"hydra.run.dir={folder}",
-        ]
-        command += [str(_TRAIN), *options, *sizes]
-    return Job(command, {}, folder.with_suffix(".log"))
+        sizes = [f"workers={config.ranks}", f"stages={config.ranks}"]
+        sizes += [f"epochs={config.epochs}", "threads=1", "save.steps=3"]
+        command += [str(_TRAIN), *options, *sizes, *config.options]
+        command += [f"hydra.run.dir={folder}"]
+    return Job(command, folder.with_suffix(".log"))
 
 
 def _train(config: DictConfig, options: list[str], folder: Path) -> None:

@@ -9,7 +9,7 @@ import torch
 from omegaconf import DictConfig
 from torch.distributed.pipelining import schedules as torch_schedules
 
-from benchmarks.grouped import alternate
+from benchmarks.step_times import alternate
 from toolkit.cli.check_options import check_counts
 from toolkit.cost import UNIT, simulate, unit_costs
 from toolkit.schedule import Schedule, catalog

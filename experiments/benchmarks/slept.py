@@ -63,6 +63,11 @@ class Sleeper(nn.Module):
         return slept(x + self.weight.mean(), *self.seconds)
 
 
+def random_samples(n: int) -> tuple[Tensor, Tensor]:
+    """Return inputs ``[n, FEATURES]`` and their classes, drawn by torch's generator."""
+    return torch.randn(n, FEATURES), torch.randint(FEATURES, (n,))
+
+
 def model(n_stages: int, megabytes: float, seconds: float) -> nn.Sequential:
     """Return equal stages of ``megabytes`` in all, which sleep ``seconds`` in a training step."""
     forward = seconds / n_stages / (1 + BACKWARD)
@@ -78,6 +83,11 @@ def cut(sleeping_model: nn.Module, n_stages: int) -> Stages:
     return partition(
         sleeping_model, n_stages, torch.zeros(1, FEATURES), by=names, check=False
     )
+
+
+def stages(n_stages: int, megabytes: float, seconds: float) -> Stages:
+    """Return the stages of a new :func:`model`."""
+    return cut(model(n_stages, megabytes, seconds), n_stages)
 
 
 def costs(stages: int, megabytes: float, seconds: float) -> tuple[StageCost, ...]:

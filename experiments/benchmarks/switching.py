@@ -21,6 +21,9 @@ from omegaconf import DictConfig, OmegaConf
 from torch.nn import functional as F
 
 from benchmarks import network, slept
+from benchmarks.checks import check_above_zero, check_cpu
+from benchmarks.step_times import job_steps
+from benchmarks.training_steps import momentum_sgd
 from toolkit.cli import output_folder
 from toolkit.cli.check_options import check_counts
 from toolkit.errors import UserError
@@ -28,7 +31,7 @@ from toolkit.figures import save, switching
 from toolkit.files import write_csv
 from toolkit.format import MB
 from toolkit.options import SwitchOptions
-from toolkit.runtime import Distributed, SwitchDecision, Switching, join, launch, report
+from toolkit.runtime import Distributed, SwitchDecision, Switching, launch, report
 from toolkit.schedule import Schedule, catalog
 from toolkit.schedule.spec import same_sized
 
@@ -52,18 +55,11 @@ class Run:
 def train_all(net: network.Network, task: SimpleNamespace) -> None:
     """Train by every schedule in all rounds, as one rank; rank 0 reports each run."""
     rank = int(os.environ["RANK"])
-    network.enter(net.machines[rank])
-    # The store of ``launch`` cannot be reached from here, so rank 0 has another.
-    del os.environ["TORCHELASTIC_USE_AGENT_STORE"]
-    os.environ |= {"MASTER_ADDR": network.address(0), "MASTER_PORT": "29500"}
-    os.environ["GLOO_SOCKET_IFNAME"] = network.INTERFACE
-    torch.set_num_threads(1)
-    world = join(device="cpu", timeout=task.timeout)
+    world = network.join_from(net.machines[rank], task.timeout)
     rates = rates_of(task)
     phase_ends = [*accumulate(task.steps)]
     torch.manual_seed(task.seed)
-    inputs = torch.randn(task.workers, slept.FEATURES)
-    targets = torch.randint(10, (task.workers,))
+    batch = slept.random_samples(task.workers)
     fixed = schedules_of(task, (*task.candidates, *task.beside))
     candidates = schedules_of(task, task.candidates)
     options = SwitchOptions(
@@ -75,37 +71,29 @@ def train_all(net: network.Network, task: SimpleNamespace) -> None:
             if rank == 0:
                 net.shape(rates[0])
             torch.manual_seed(task.seed)
-            stages = slept.cut(
-                slept.model(task.stages, task.megabytes, task.sleep), task.stages
-            )
+            stages = slept.stages(task.stages, task.megabytes, task.sleep)
             schedule = fixed.get(name) or next(iter(candidates.values()))
-            runtime = Distributed(stages, schedule, _sgd, F.cross_entropy, world=world)
+            runtime = Distributed(
+                stages, schedule, momentum_sgd, F.cross_entropy, world=world
+            )
             chooser = (
                 Switching(runtime, candidates, options) if name == SWITCHING else None
             )
             world.barrier()
             moments = [time.monotonic()]
-            for result in (chooser or runtime).run(
-                [(inputs, targets)] * phase_ends[-1]
-            ):
+            for result in (chooser or runtime).run([batch] * phase_ends[-1]):
                 moments.append(time.monotonic())
                 steps_done = result.step + 1
                 if rank == 0 and steps_done in phase_ends[:-1]:
                     net.shape(rates[phase_ends.index(steps_done) + 1])
-            moments_of_rank = world.gather(moments)
+            seconds = job_steps(world, moments)
             if rank == 0:
-                last_ends = [max(ends) for ends in zip(*moments_of_rank, strict=True)]
-                seconds = [end - begin for begin, end in pairwise(last_ends)]
                 run = Run(name, number, seconds)
                 if chooser:
                     run = replace(
                         run, decisions=chooser.decisions, phases=chooser.phases()
                     )
                 report(run)
-
-
-def _sgd(parameters: Any) -> torch.optim.SGD:
-    return torch.optim.SGD(parameters, lr=0.01, momentum=0.9)
 
 
 def rates_of(task: SimpleNamespace) -> list[float]:
@@ -192,16 +180,11 @@ def table(
 
 def check(config: DictConfig, device: torch.device, seed: int) -> SimpleNamespace:
     """Return the options; raise UserError if they cannot be measured, or not here."""
-    if device.type != "cpu":
-        raise UserError(
-            f"bench=switching computes on the CPU: got {device}; give device=cpu"
-        )
+    check_cpu("switching", device)
     check_counts(config, "workers", "stages", "every", "rounds", of="bench.")
     options: Any = OmegaConf.to_container(config)
     task = SimpleNamespace(**options, seed=seed)
-    for name in ("sleep", "megabytes", "ratio", "slower"):
-        if not getattr(task, name) > 0:
-            raise UserError(f"bench.{name} is above 0: got {getattr(task, name)}")
+    check_above_zero(config, "sleep", "megabytes", "ratio", "slower")
     if not task.steps or min(task.steps) <= task.settled or not task.candidates:
         raise UserError(
             f"bench.steps are above bench.settled={task.settled}, and bench.candidates one or more:"

@@ -3,6 +3,7 @@
 import copy
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -55,12 +56,14 @@ class Setting:
             norms=config.norms,
         )
         allow_tf32(options.precision == "tf32")
+        model = build(config.model, N_CLASSES, size).to(device)
+        inputs, targets = random_images(n_images, size, device)
         return cls(
             config=config,
             device=device,
-            model=build(config.model, N_CLASSES, size).to(device),
-            inputs=torch.randn(n_images, 3, size, size, device=device),
-            targets=torch.randint(N_CLASSES, (n_images,), device=device),
+            model=model,
+            inputs=inputs,
+            targets=targets,
             options=options,
         )
 
@@ -144,8 +147,23 @@ class Plain:
         return replay
 
 
+def random_images(
+    n: int,
+    size: int,
+    device: torch.device | str = "cpu",
+    dtype: torch.dtype = torch.float32,
+) -> tuple[Tensor, Tensor]:
+    """Return images ``[n, 3, size, size]`` and their classes, drawn by torch's generator."""
+    images = torch.randn(n, 3, size, size, device=device, dtype=dtype)
+    return images, torch.randint(N_CLASSES, (n,), device=device)
+
+
+momentum_sgd = partial(torch.optim.SGD, lr=0.01, momentum=0.9)
+"""The optimizer of benchmarks that compare messages: the simplest that has a state."""
+
+
 def sgd(parameters: Any) -> torch.optim.SGD:
-    """Return the optimizer of all methods."""
+    """Return the optimizer of training steps that are timed on one device."""
     # As on a GPU by default: one operation for all weights.
     return torch.optim.SGD(
         parameters, lr=0.01, momentum=0.9, weight_decay=5e-4, foreach=True

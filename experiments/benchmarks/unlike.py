@@ -10,7 +10,7 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
-from itertools import pairwise, product
+from itertools import product
 from statistics import median
 from types import SimpleNamespace
 from typing import Any
@@ -20,9 +20,10 @@ from omegaconf import DictConfig, OmegaConf
 from torch.nn import functional as F
 
 from benchmarks import slept
+from benchmarks.checks import check_above_zero, check_cpu
+from benchmarks.step_times import job_steps
 from toolkit.cli.check_options import check_counts
 from toolkit.cost.steady_steps import simulate_steady_steps
-from toolkit.errors import UserError
 from toolkit.plan import SearchSpace, assign_by_speed, search
 from toolkit.runtime import Distributed, join, launch
 from toolkit.runtime.process_group.world import World
@@ -36,16 +37,11 @@ Row = dict[str, Any]
 
 def run(config: DictConfig, device: torch.device, seed: int) -> list[Row]:
     """Return a row for each way to assign: by equal speeds, and by the measured ones."""
-    if device.type != "cpu":
-        raise UserError(
-            f"bench=unlike computes on the CPU: got {device}; give device=cpu"
-        )
+    check_cpu("unlike", device)
     check_counts(config, "ranks", "stages", "microbatches", "steps", of="bench.")
     options: Any = OmegaConf.to_container(config)
     task = SimpleNamespace(**options, seed=seed)
-    for name in ("sleep", "megabytes", "slower"):
-        if not getattr(task, name) > 0:
-            raise UserError(f"bench.{name} is above 0: got {getattr(task, name)}")
+    check_above_zero(config, "sleep", "megabytes", "slower")
     return launch(compare, task.ranks, task)[0]
 
 
@@ -113,13 +109,10 @@ def _train(
     is_slower = world.rank == world.size - 1
     seconds = task.sleep * (task.slower if is_slower else 1)
     torch.manual_seed(task.seed)
-    stages = slept.cut(slept.model(task.stages, task.megabytes, seconds), task.stages)
+    stages = slept.stages(task.stages, task.megabytes, seconds)
     optimizer = partial(torch.optim.SGD, lr=0.01)
     runtime = Distributed(stages, schedule, optimizer, F.cross_entropy, world=world)
     runtime.time_costs(task.steps)
-    inputs = torch.randn(task.microbatches, slept.FEATURES)
-    targets = torch.randint(10, (task.microbatches,))
-    moments = [time.monotonic() for _ in runtime.run([(inputs, targets)] * task.steps)]
-    last_ends = [max(ends) for ends in zip(*world.gather(moments), strict=True)]
-    step_seconds = [end - begin for begin, end in pairwise(last_ends)]
-    return step_seconds[_N_SKIPPED:], runtime
+    batches = [slept.random_samples(task.microbatches)] * task.steps
+    moments = [time.monotonic() for _ in runtime.run(batches)]
+    return job_steps(world, moments)[_N_SKIPPED:], runtime

@@ -1,0 +1,48 @@
+"""Times of steps: of methods in turn, of ranks, and their ratios."""
+
+from collections.abc import Callable, Mapping, Sequence
+from itertools import pairwise
+
+import torch
+from tqdm import tqdm
+
+from toolkit.cost.stage_costs import synchronized_time
+from toolkit.runtime import World
+
+
+def alternate(
+    methods: Mapping[str, Callable[[], object]],
+    rounds: int,
+    device: torch.device,
+    warm_up: int = 1,
+) -> dict[str, list[float]]:
+    """Return the seconds of ``rounds`` calls of each method, in turn, after ``warm_up`` others."""
+    seconds: dict[str, list[float]] = {name: [] for name in methods}
+    for round_number in tqdm(range(-warm_up, rounds), unit="round", leave=False):
+        for name, method in methods.items():
+            start = synchronized_time(device)
+            method()
+            if round_number >= 0:
+                seconds[name].append(synchronized_time(device) - start)
+    return seconds
+
+
+def ratios(seconds: Sequence[float], baseline: Sequence[float]) -> list[float]:
+    """Return the ratios of two methods, round by round."""
+    return [first / second for first, second in zip(seconds, baseline, strict=True)]
+
+
+def mean_step(moments: Sequence[float], skip: int) -> float:
+    """Return the mean seconds of a step after step ``skip``, from the ends of all steps."""
+    return (moments[-1] - moments[skip]) / (len(moments) - 1 - skip)
+
+
+def job_steps(world: World, moments: Sequence[float]) -> list[float]:
+    """Return the seconds from step to step of all ranks, each of which calls it.
+
+    Args:
+        world: the ranks.
+        moments: when steps of this rank ended, by time.monotonic(), which ranks of a machine share.
+    """
+    last_ends = [max(ends) for ends in zip(*world.gather(moments), strict=True)]
+    return [end - begin for begin, end in pairwise(last_ends)]
