@@ -108,7 +108,7 @@ napoleon_numpy_docstring = False
 python_display_short_literal_types = True
 myst_heading_anchors = 4
 nb_execution_mode = os.environ.get("EXECUTE", "force")
-nb_execution_timeout = 180  # seconds for a cell
+nb_execution_timeout = 600  # seconds for a cell
 # An error in a notebook is a warning, which fails the build once all notebooks have been executed.
 nb_execution_show_tb = True
 nb_merge_streams = True

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
+_TIMEOUT = 180  # seconds for a cell
 
 
 @dataclass(frozen=True)
@@ -40,7 +41,8 @@ def build_site(outputs: Path, *, execute: bool) -> Site:
     for folder in (pages, executed):
         shutil.rmtree(folder, ignore_errors=True)
     command = [sys.executable, "-m", "sphinx", "--fail-on-warning", "--keep-going"]
-    command += ["--quiet", "-c", "docs", ".", str(pages)]
+    command += ["--quiet", "-D", f"nb_execution_timeout={_TIMEOUT}"]
+    command += ["-c", "docs", ".", str(pages)]
     build = subprocess.run(
         command,
         cwd=ROOT,

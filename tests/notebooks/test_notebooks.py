@@ -97,6 +97,9 @@ def test_runs(path, site):
     """Sphinx executes it in the folder notebooks, as ``jupyter lab notebooks/`` does."""
     executed = site.notebooks / path.name
     assert executed.exists(), site.messages
+    # Of an error, or of a cell that has taken too long, which leaves no other trace.
+    failure = site.pages / "reports" / "notebooks" / f"{path.stem}.err.log"
+    assert not failure.exists(), failure.read_text()
     notebook = read(executed)
     cells = [cell for cell in notebook.cells if cell.cell_type == "code"]
     assert [cell.source for cell in cells] == [
