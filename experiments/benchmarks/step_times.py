@@ -6,7 +6,7 @@ from itertools import pairwise
 import torch
 from tqdm import tqdm
 
-from toolkit.cost.stage_costs import synchronized_time
+from toolkit.cost.profiling import synchronized_time
 from toolkit.runtime import World
 
 

@@ -12,7 +12,8 @@ and numbers that are not real travel as they are.
 Source: error feedback as in arXiv 1901.09847, algorithm 2, here at each hop of a chain.
 """
 
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -23,6 +24,11 @@ from toolkit.runtime.quantization import quantize_with_error
 from toolkit.runtime.updater import GradientSum
 from toolkit.schedule import Instruction
 
+Hop = tuple[int, int]
+"""Stage and receiver."""
+
+_BEFORE = -1  # step of what a state has from before
+
 
 class CompressedSum(CompressedMessage):
     """A sum of gradients as it travels."""
@@ -32,6 +38,18 @@ class CompressedSum(CompressedMessage):
         return self.form.split(self.numbers()) | self.exact
 
 
+class Residual(NamedTuple):
+    """What a message lost.
+
+    Attributes:
+        step: training step of the message.
+        error: what it lost, ``[n]``.
+    """
+
+    step: int
+    error: Tensor
+
+
 class SumCompressor:
     """Compresses the sums that one rank hands on, and keeps what they lost.
 
@@ -39,14 +57,44 @@ class SumCompressor:
         bits: of a number, 8 or 4.
 
     Attributes:
-        errors: ``[stage][receiver]``, what the last message lost, ``[n]``.
-        error_feedback: whether it is added to the next message.
+        error_feedback: whether what a message lost is added to the next one.
+        lead: number of training steps by which this rank may be ahead of a rank that reads its
+            state. None: states are read when all ranks are between the same steps.
     """
 
     def __init__(self, bits: int) -> None:
         self.bits = bits
-        self.errors: dict[int, dict[int, Tensor]] = {}
         self.error_feedback = True
+        self.lead: int | None = None
+        # What recent messages lost, the last one at the end. Tuples are replaced and never changed:
+        # a thread that answers other ranks reads them while another one compresses.
+        self._residuals: dict[Hop, tuple[Residual, ...]] = {}
+
+    @property
+    def errors(self) -> dict[int, dict[int, Tensor]]:
+        """What the last messages lost, ``[stage][receiver]``, each ``[n]``."""
+        return self.errors_after(None)
+
+    def errors_after(self, steps_done: int | None) -> dict[int, dict[int, Tensor]]:
+        """Return what the last messages of the first ``steps_done`` training steps lost.
+
+        Args:
+            steps_done: a number of steps that is at most :attr:`lead` behind; None: all so far.
+        """
+        errors: dict[int, dict[int, Tensor]] = {}
+        # A copy: another thread may add a hop.
+        for (stage, receiver), residuals in dict(self._residuals).items():
+            for residual in residuals:
+                if steps_done is None or residual.step < steps_done:
+                    errors.setdefault(stage, {})[receiver] = residual.error
+        return errors
+
+    def load(self, errors: Mapping[int, Mapping[int, Tensor]]) -> None:
+        """Take over a copy of the :attr:`errors` of the same rank."""
+        self._residuals = {}
+        for stage, tensors in errors.items():
+            for receiver, error in tensors.items():
+                self._residuals[stage, receiver] = (Residual(_BEFORE, error.clone()),)
 
     @torch.no_grad()
     def compress(
@@ -65,11 +113,11 @@ class SumCompressor:
             content = torch.empty(0, dtype=torch.uint8)
             return CompressedSum(exact | {CODES: content}, form)
         numbers = form.flat(total.tensors)
-        errors_of_stage = self.errors.setdefault(i.stage, {})
-        receiver = i.peers[0]
+        hop = i.stage, i.peers[0]
+        residuals = self._residuals.get(hop, ())
         error = None
-        if self.error_feedback:
-            error = errors_of_stage.get(receiver)
+        if self.error_feedback and residuals:
+            error = residuals[-1].error
         # The error has a place for each number: a weight that gets its first gradient later moves
         # them.
         if error is not None and error.shape != numbers.shape:
@@ -77,7 +125,23 @@ class SumCompressor:
                 f"compression: stage {i.stage} has {len(numbers)} gradients, and {len(error)}"
                 " before; expected the same weights in each step. Use compression=none"
             )
-        content, errors_of_stage[receiver] = quantize_with_error(
-            numbers, error, self.bits
+        content, new_error = quantize_with_error(numbers, error, self.bits)
+        self._residuals[hop] = self._recent(
+            (*residuals, Residual(_int(i.step), new_error))
         )
         return CompressedSum(exact | {CODES: content}, form)
+
+    def _recent(self, residuals: tuple[Residual, ...]) -> tuple[Residual, ...]:
+        """Return those of ``residuals`` that a state may still need."""
+        if self.lead is None:
+            return residuals[-1:]
+        # The reader is between steps. It has ended at least those before the oldest step here, so
+        # its state has the last residual before that step, and none from earlier.
+        oldest_step = residuals[-1].step - self.lead
+        n_old = sum(residual.step < oldest_step for residual in residuals)
+        return residuals[max(0, n_old - 1) :]
+
+
+def _int(step: int | None) -> int:
+    assert step is not None
+    return step

@@ -18,7 +18,7 @@ Source: differences as in EF21-P, arXiv 2209.15218, algorithm 1; 8-bit weights o
 in ZeRO++, arXiv 2306.10209, section 3.1.
 """
 
-from collections.abc import Collection, Mapping, MutableMapping
+from collections.abc import Callable, Collection, Mapping, MutableMapping
 from typing import Any
 
 import torch
@@ -65,6 +65,8 @@ class WeightCompressor:
         messages: of the versions that this rank has, by stage and version.
         bases: by stage, the newest version that the program has freed, with its number: the next
             message is a difference to it.
+        newest: by stage, the owner's own weights of the newest version, where ``keeps_newest``.
+        keeps_newest: whether they are kept, for readers while the optimizer shows other weights.
         error_feedback: whether a difference has what the messages before lost.
     """
 
@@ -76,6 +78,8 @@ class WeightCompressor:
         self.differences = differences
         self.messages: dict[Key, CompressedWeights] = {}
         self.bases: dict[int, tuple[int, Weights]] = {}
+        self.newest: dict[int, Weights] = {}
+        self.keeps_newest = False
         self.error_feedback = True
         # By stage, theta_{t-1}; without feedback alone.
         self._previous: dict[int, Weights] = {}
@@ -91,6 +95,8 @@ class WeightCompressor:
         """
         form, exact = separated(newest, newest, self.bits)
         numbers = form.flat(newest)
+        if self.keeps_newest:
+            self.newest[key[0]] = newest
         if not self.differences:
             base = None
         else:
@@ -155,14 +161,28 @@ class WeightCompressor:
             stage, version = key
             self.bases[stage] = version, weights
 
-    def forget(self, key: Key) -> None:
-        """Free the message of a version that neither this nor a later program sends again."""
-        self.messages.pop(key, None)
+    def forget(self, key: Key, needed: Callable[[Key], bool]) -> None:
+        """Free the messages of a stage that neither this nor a later program sends again.
+
+        Args:
+            key: the version that the program has freed. Messages of later ones stay: another thread
+                may receive one right now.
+            needed: whether this rank still has a version, for this or a later program.
+        """
+        stage, freed_version = key
+        # Also of versions freed before, which a later program might have sent again until now. A
+        # copy: another thread may add a message.
+        for message_key in [*self.messages]:
+            if message_key[0] != stage or message_key[1] > freed_version:
+                continue
+            if not needed(message_key):
+                self.messages.pop(message_key, None)
 
     def state(self) -> dict[int, dict[int, dict[str, Tensor]]]:
         """Return the messages, by stage and version, that later programs send again."""
         state: dict[int, dict[int, dict[str, Tensor]]] = {}
-        for (stage, version), message in self.messages.items():
+        # A copy: another thread may add a message.
+        for (stage, version), message in dict(self.messages).items():
             if stage in self.stages and not self.differences:
                 state.setdefault(stage, {})[version] = message.tensors
         return state

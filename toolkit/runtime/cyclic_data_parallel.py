@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from toolkit.cost import Hardware
+from toolkit.cost.compression import COMPRESSIONS, GRADIENT_BITS
 from toolkit.errors import UserError, check_choice
 from toolkit.model import Stages
 from toolkit.model.by_hand import ModuleChain
@@ -35,6 +36,7 @@ from toolkit.runtime.losses import as_count
 from toolkit.runtime.make_optimizer import MakeOptimizer
 from toolkit.runtime.process_group.join import join
 from toolkit.runtime.process_group.world import World
+from toolkit.runtime.rank_compression import check_handed_on
 from toolkit.runtime.stage_optimizers import StageOptimizers
 from toolkit.runtime.uneven_inputs import UnevenInputs
 from toolkit.schedule import Schedule
@@ -109,7 +111,9 @@ class CyclicDataParallel(nn.Module):
         world: the ranks; those of this job by default.
         **options: further arguments of the schedule, such as ``state="sharded"`` or ``groups=2``;
             others are those of :class:`Distributed`, such as ``seed``, ``compression`` or
-            ``options=StepOptions(clip=1.0)``. Arguments of DistributedDataParallel are taken if
+            ``options=StepOptions(clip=1.0)``. ``compression="int8"`` and ``"int4"`` follow the same
+            trajectory as there; after a change of a stage's trained weights, its messages begin
+            without what earlier ones lost. Arguments of DistributedDataParallel are taken if
             they change nothing here.
 
     Attributes:
@@ -181,6 +185,12 @@ class CyclicDataParallel(nn.Module):
         self.schedule = schedule_of_rule(
             rule, stages, self.world.size, accumulate, schedule_options
         )
+        compression = options.get("compression", "none")
+        check_choice("compression", compression, COMPRESSIONS)
+        bits = GRADIENT_BITS.get(compression)
+        if bits is not None:
+            # Here and not only where the first pass makes the runtime.
+            check_handed_on(self.schedule, bits)
         if self.world.rank == 0 and partition == MEASURES[0] and not schedule_options:
             warn_of_slow_links(self.schedule)
         self._counted = counted

@@ -6,13 +6,12 @@ from typing import Any, NamedTuple, cast
 
 from torch import Tensor, nn
 
-from toolkit.cost.compression import GRADIENT_BITS
-from toolkit.errors import UserError
 from toolkit.runtime.distributed import WINDOW, Distributed
 from toolkit.runtime.executor import Executor
 from toolkit.runtime.message_layout import Layouts
 from toolkit.runtime.microbatches import Shape
 from toolkit.runtime.rank import MicrobatchSource, Rank
+from toolkit.runtime.rank_compression import ranks_state
 from toolkit.runtime.state import local_state_of
 from toolkit.runtime.updater import Weights
 from toolkit.schedule import Action, Instruction, Program
@@ -44,13 +43,8 @@ class LoopRuntime(Distributed):
     """
 
     def __post_init__(self) -> None:
-        if self.compression in GRADIENT_BITS:
-            # What messages lost is by stages, and a session may cut others than the one before.
-            raise UserError(
-                f"compression={self.compression} is not for a training loop of yours: use"
-                " compression=bf16, or Distributed"
-            )
         super().__post_init__()
+        self._keep_for_readers()
         self.updates_wait = False
         self._executor: Executor | None = None  # of the present program
         self._rank: Rank | None = None  # its memory
@@ -101,6 +95,7 @@ class LoopRuntime(Distributed):
         with self._messages(layouts) as messages:
             rank = self._begin(program, microbatches, messages, None)
             rank.next_step = program.first_step  # what is read from there on is kept
+            rank.is_read_alone = True
             executor = Executor(
                 rank,
                 messages,
@@ -171,6 +166,32 @@ class LoopRuntime(Distributed):
         self.world.finish_computing()
         return gradients
 
+    # Compressed messages.
+
+    @property
+    def is_compressed(self) -> bool:
+        """Whether ranks keep what messages in 8 or 4 bits lost."""
+        return bool(self._compressors)
+
+    def _keep_for_readers(self) -> None:
+        """Keep for other ranks what their states have of this rank's messages."""
+        newest = {stage: self._runners[stage].newest() for stage in self.updated_stages}
+        for compressor in self._compressors.values():
+            # A rank that is further ahead would need weights to which the reader's own gradients
+            # have still to be added.
+            compressor.follow_loop(self.schedule.max_staleness, newest)
+
+    def _load(self, state: Mapping[str, Any]) -> None:
+        super()._load(state)
+        self._keep_for_readers()
+
+    def _exact_weights(self, stage: int) -> Weights:
+        """Return the newest weights of a stage, if passes read rounded ones in their place."""
+        compressor = self._compressors.get(self.rank)
+        if compressor is None:
+            return {}
+        return compressor.weights.newest.get(stage, {})
+
     # The newest weights, for a script that reads them. Threads of other ranks' questions call
     # these methods, too, while the next training step may be under way. So they read versions,
     # which are never changed in place, and not the parameters.
@@ -192,7 +213,7 @@ class LoopRuntime(Distributed):
         self.world.finish_computing()
         newest = {}
         for stage in stages:
-            weights = self._weight_store.newest(stage)
+            weights = self._weight_store.newest(stage) | self._exact_weights(stage)
             for name, buffer in self._kept_buffers.items():
                 if name in weights:
                     weights[name] = buffer
@@ -252,6 +273,15 @@ class LoopRuntime(Distributed):
             if name in self._kept_buffers:
                 state["fixed"][name] = self._kept_buffers[name]
         return state
+
+    def messages_after(self, steps_done: int) -> dict[str, Any]:
+        """Return what this rank keeps of compressed messages after ``steps_done`` steps.
+
+        Only once the owners of all stages have made the updates of these steps: the sums have then
+        passed every rank.
+        """
+        self.world.finish_computing()
+        return ranks_state(self._compressors, steps_done)
 
     # Names, by which a state is independent of the stages.
 

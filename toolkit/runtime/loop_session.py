@@ -189,6 +189,15 @@ class LoopSession:
             rank_states = [self.runtime.local_state_after(steps_done)]
             for owner in sorted({*self.runtime.schedule.owners, 0} - {self.world.rank}):
                 rank_states.append(self._requests.ask(owner, "state", steps_done))
+            if self.runtime.is_compressed:
+                # Not before: an owner that has answered has received the sums of all these steps,
+                # so that no rank, this one included, has still to compress one.
+                rank_states.append(self.runtime.messages_after(steps_done))
+                for rank in range(self.world.size):
+                    if rank != self.world.rank:
+                        rank_states.append(
+                            self._requests.ask(rank, "messages", steps_done)
+                        )
         return TrainingState.of_stages(
             join_states(on_cpu(rank_states)),
             self.runtime.trained,
@@ -202,6 +211,8 @@ class LoopSession:
         kind, *stages = subject.split()
         if kind == "state":
             return on_cpu(self.runtime.local_state_after(steps_done))
+        if kind == "messages":
+            return on_cpu(self.runtime.messages_after(steps_done))
         averaged = kind == "averages"
         return on_cpu(
             self.runtime.newest_weights([*map(int, stages)], averaged=averaged)

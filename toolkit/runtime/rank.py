@@ -111,6 +111,8 @@ class Rank:
 
     Attributes:
         next_step: the step that follows the program; the versions that it reads are kept.
+        is_read_alone: whether another rank may read the versions of this one between two steps,
+            while this one is ahead.
         weights: versions and predictions, by ``Instruction.weights``.
         saved: what forwards have left, by stage, micro-batch and step.
         boundaries: activations and their gradients, by buffer, stage, micro-batch and step.
@@ -131,6 +133,7 @@ class Rank:
         self.schedule = schedule = program.schedule
         self.last_stage = schedule.n_stages - 1
         self.next_step = program.steps.stop
+        self.is_read_alone = False
         self.runners = runners
         self.updaters = updaters
         self.versions = versions
@@ -340,6 +343,9 @@ class Rank:
         # Later programs read the versions of stages that this rank owns.
         if i.stage in self.versions:
             self.versions[i.stage][_int(i.version)] = newest
+            if self.is_read_alone:
+                # What readers needed until this update: it may have been freed before.
+                self._drop_old_versions(i.stage)
 
     def _predict(self, i: Instruction) -> None:
         stale_weights, previous_weights = (self.weights[key] for key in i.reads)
@@ -366,19 +372,31 @@ class Rank:
         if i.buffer == Buffer.WEIGHTS and i.stage in self.versions:
             self._drop_old_versions(i.stage)
         if i.buffer == Buffer.WEIGHTS and self.compressor is not None:
-            versions_of_stage = self.versions.get(i.stage, {})
-            if i.version not in versions_of_stage:
-                self.compressor.weights.forget((i.stage, _int(i.version)))
+            self.compressor.weights.forget(
+                (i.stage, _int(i.version)), self._has_version
+            )
+
+    def _has_version(self, key: tuple[int, int]) -> bool:
+        """Whether this or a later program reads a version, by stage and number."""
+        stage, version = key
+        return key in self.weights or version in self.versions.get(stage, {})
 
     def _drop_old_versions(self, stage: int) -> None:
         """Drop the versions of an owned stage that neither this nor a later program reads."""
-        # The next program may read versions that this one is done with.
-        oldest = self.schedule.oldest_version(stage, self.next_step)
         versions_of_stage = self.versions[stage]
         # A copy: an update of another thread may add one.
-        for version in [*versions_of_stage]:
+        versions = [*versions_of_stage]
+        next_step = self.next_step
+        if self.is_read_alone:
+            # A reader between the steps n - 1 and n adds its gradients to update n only later, so
+            # until that is made it may ask for what step n reads, however far this rank is.
+            next_step = min(next_step, max(versions))
+        # The next program may read versions that this one is done with.
+        oldest = self.schedule.oldest_version(stage, next_step)
+        for version in versions:
             if version < oldest:
-                del versions_of_stage[version]
+                # None: an update of another thread may drop the same.
+                versions_of_stage.pop(version, None)
 
 
 _METHODS: dict[Action, Callable[[Rank, Instruction], None]] = {

@@ -59,10 +59,25 @@ class RankCompressor:
             return Buffer.GRADIENT, Buffer.WEIGHTS
         return (Buffer.GRADIENT,)
 
-    def state(self) -> dict[str, Any]:
-        """Return what the next messages depend on, besides versions of weights."""
-        errors = {stage: dict(tensors) for stage, tensors in self.sums.errors.items()}
-        state: dict[str, Any] = {"errors": errors}
+    def follow_loop(self, lead: int, newest: Mapping[int, Weights]) -> None:
+        """Keep what another rank may still read while this one is steps ahead, in its own loop.
+
+        Args:
+            lead: number of training steps that this rank may be ahead.
+            newest: by stage, the exact weights of the stages that this rank updates.
+        """
+        self.sums.lead = lead
+        self.weights.keeps_newest = True
+        for stage in self.weights.stages:
+            self.weights.newest[stage] = newest[stage]
+
+    def state(self, steps_done: int | None = None) -> dict[str, Any]:
+        """Return what the next messages depend on, besides versions of weights.
+
+        Args:
+            steps_done: training steps after which; None: all so far. See :meth:`follow_loop`.
+        """
+        state: dict[str, Any] = {"errors": self.sums.errors_after(steps_done)}
         if not self.weights.differences:
             state["weights"] = self.weights.state()
         return state
@@ -76,10 +91,7 @@ class RankCompressor:
             state: of the same rank.
             versions: ``[stage][version]``, the weights in the state.
         """
-        self.sums.errors = {}
-        for stage, tensors in state.get("errors", {}).items():
-            copies = {receiver: error.clone() for receiver, error in tensors.items()}
-            self.sums.errors[stage] = copies
+        self.sums.load(state.get("errors", {}))
         self.weights.load(state.get("weights", {}), versions)
 
 
@@ -92,13 +104,21 @@ def travelling_stages(schedule: Schedule) -> list[int]:
     return stages
 
 
-def ranks_state(compressors: Mapping[int, RankCompressor]) -> dict[str, Any]:
-    """Return the entry of the compressors, by rank, in a state; nothing without compressors."""
+def ranks_state(
+    compressors: Mapping[int, RankCompressor], steps_done: int | None = None
+) -> dict[str, Any]:
+    """Return the entry of the compressors, by rank, in a state; nothing without compressors.
+
+    Args:
+        compressors: by rank.
+        steps_done: as of :meth:`RankCompressor.state`.
+    """
     if not compressors:
         return {}
-    return {
-        "ranks": {rank: compressor.state() for rank, compressor in compressors.items()}
-    }
+    states = {}
+    for rank, compressor in compressors.items():
+        states[rank] = compressor.state(steps_done)
+    return {"ranks": states}
 
 
 def load_ranks_state(

@@ -1,11 +1,12 @@
 """What a wrapped training continues from, by the names of weights, whatever the stages."""
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 
+from toolkit.cost.compression import sends_differences
 from toolkit.runtime.stage_optimizers import GroupOptions, StageOptimizers
 from toolkit.runtime.step_optimizer import Clip, Settings
 from toolkit.runtime.updater import Weights
@@ -22,13 +23,16 @@ class TrainingState:
         steps_done: number of training steps.
         optimizer: the optimizer's state of each parameter.
         options: the options of each parameter's group, as its stage's optimizer has them.
-        versions: late weights that are still read, by version and name.
+        versions: late weights that are still read, by version and name; of compressed messages also
+            the newest, which are not the model's.
         averages: the moving averages of weights and running statistics, if any.
         n_averaged: number of updates in them.
         n_skipped: updates of each stage that were skipped since they were not finite; their
             largest number.
         settings: what the loop has set for recent steps.
         followed: options that the loop has ever changed, as (parameter group, name).
+        ranks: what ranks keep of compressed messages, by rank; see :meth:`RankCompressor.state`.
+        stages: the names of the trained weights of each stage of ``ranks``.
     """
 
     steps_done: int
@@ -40,6 +44,8 @@ class TrainingState:
     n_skipped: int = 0
     settings: Mapping[int, Settings] = field(default_factory=dict)
     followed: frozenset[tuple[int, str]] = frozenset()
+    ranks: Mapping[int, Any] = field(default_factory=dict)
+    stages: Sequence[Sequence[str]] = ()
 
     @classmethod
     def of_stages(
@@ -79,8 +85,9 @@ class TrainingState:
                 averages = (averages or {}) | updater_state["average"]["weights"]
                 n_averaged = updater_state["average"]["n_updates"]
             for version, weights in stage_versions.items():
-                # Version `steps_done` is the newest, which the model itself has.
-                if version < steps_done:
+                # Version `steps_done` is the newest, which the model itself has. What ranks keep
+                # for themselves may differ from it.
+                if version < steps_done or "ranks" in state:
                     versions.setdefault(version, {}).update(weights)
         n_skipped = max(updater_state["n_skipped"] for updater_state in state["stages"])
         return cls(
@@ -93,6 +100,8 @@ class TrainingState:
             n_skipped=n_skipped,
             settings=dict(settings),
             followed=frozenset(followed),
+            ranks=state.get("ranks", {}),
+            stages=[list(names) for names in trained],
         )
 
     def of_runtime(
@@ -106,8 +115,14 @@ class TrainingState:
         schedule = runtime.schedule_plan.at(step)
         versions = []
         stages = []
+        same_stages = self._same_stages(runtime)
         for stage, names in enumerate(runtime.trained):
             newest = {name: weights[name] for name in names}
+            travelling = self.versions.get(step, {})
+            if stage not in same_stages and not sends_differences(schedule.state):
+                # Their message is lost, so the exact weights are compressed anew.
+                travelling = {}
+            newest = {name: travelling.get(name, newest[name]) for name in names}
             stage_versions = {step: newest}
             for version in schedule.versions(stage, step):
                 # A weight that was frozen until now has been the same all the time.
@@ -122,7 +137,50 @@ class TrainingState:
             "model": weights,
             "versions": versions,
             "stages": stages,
+            "ranks": self._ranks_of(runtime, versions, same_stages),
         }
+
+    def _same_stages(self, runtime: "LoopRuntime") -> set[int]:
+        """Return the stages that have the weights that they had in :attr:`ranks`."""
+        same_stages = set()
+        for stage, (before, now) in enumerate(
+            zip(self.stages, runtime.trained, strict=False)
+        ):
+            if list(before) == list(now):
+                same_stages.add(stage)
+        return same_stages
+
+    def _ranks_of(
+        self,
+        runtime: "LoopRuntime",
+        versions: Sequence[Mapping[int, Weights]],
+        same_stages: Collection[int],
+    ) -> Mapping[int, Any]:
+        """Return what ranks of ``runtime`` keep of messages.
+
+        What a message lost is a vector of all of a stage's numbers, and so are its codes: of other
+        stages they mean nothing. Messages of such a stage begin anew.
+        """
+        if not runtime.is_compressed:
+            return self.ranks  # which is refused, if there is any
+        ranks = {}
+        for rank, entries in self.ranks.items():
+            errors = {}
+            for stage, tensors in entries["errors"].items():
+                if stage in same_stages:
+                    errors[stage] = tensors
+            ranks[rank] = {"errors": errors}
+            if "weights" in entries:
+                messages = {}
+                for stage in same_stages & entries["weights"].keys():
+                    messages[stage] = {
+                        version: message
+                        for version, message in entries["weights"][stage].items()
+                        # Not of weights that the script has replaced since.
+                        if version in versions[stage] and version in self.versions
+                    }
+                ranks[rank]["weights"] = messages
+        return ranks
 
     def _of_stage(
         self,
@@ -162,6 +220,8 @@ class TrainingState:
                 step: _plain(settings) for step, settings in self.settings.items()
             },
             "followed": sorted(map(list, self.followed)),
+            "ranks": dict(self.ranks),
+            "stages": [list(names) for names in self.stages],
         }
 
     @classmethod
