@@ -25,6 +25,7 @@ from toolkit.model.structure import filled, tensors_of
 from toolkit.runtime.distributed import Distributed
 from toolkit.runtime.loop_arguments import (
     arguments_by_name,
+    check_row,
     choose_rule,
     finished_optimizer,
     schedule_of_rule,
@@ -34,6 +35,7 @@ from toolkit.runtime.loop_arguments import (
 from toolkit.runtime.loop_training import LoopTraining
 from toolkit.runtime.losses import as_count
 from toolkit.runtime.make_optimizer import MakeOptimizer
+from toolkit.runtime.process_group.columns import column, width_of
 from toolkit.runtime.process_group.join import join
 from toolkit.runtime.process_group.world import World
 from toolkit.runtime.rank_compression import check_handed_on
@@ -113,8 +115,10 @@ class CyclicDataParallel(nn.Module):
             others are those of :class:`Distributed`, such as ``seed``, ``compression`` or
             ``options=StepOptions(clip=1.0)``. ``compression="int8"`` and ``"int4"`` follow the same
             trajectory as there; after a change of a stage's trained weights, its messages begin
-            without what earlier ones lost. Arguments of DistributedDataParallel are taken if
-            they change nothing here.
+            without what earlier ones lost. With ``width`` and ``parallelize`` a rank is several
+            processes, and ``model`` whole on each of them. They train on the same inputs, those of
+            ``world.rank``; what a rank may do alone they do together. Arguments of
+            DistributedDataParallel are taken if they change nothing here.
 
     Attributes:
         module: ``model``. Its methods ``state_dict``, ``parameters`` and ``load_state_dict``, its
@@ -123,6 +127,7 @@ class CyclicDataParallel(nn.Module):
         optimizer: steps, and has the parameter groups that learning-rate schedulers change. What
             they hold when the first pass of a training step begins counts for its update.
         schedule: the schedule.
+        world: the schedule's ranks. With ``width`` a rank is several processes of the job.
 
     Raises:
         UserError: an argument does not fit, or the ranks of this job.
@@ -163,6 +168,11 @@ class CyclicDataParallel(nn.Module):
 
         finished = finished_optimizer(optimizer, model)
         optimizers = StageOptimizers(finished, model)
+        width = width_of(options.get("width", 1))
+        if width > 1:
+            check_row(model, width, rule, optimizers, options)
+            # From here on ranks are rows of processes: those of the schedule.
+            self.world = column(self.world, options["width"])
         if stages is None and not isinstance(rule, Schedule) and optimizers.couples():
             stages = 1
             if self.world.rank == 0:

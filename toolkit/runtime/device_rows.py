@@ -3,18 +3,20 @@
 import copy
 import hashlib
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 from torch.utils._pytree import tree_map_only
 
 from toolkit.errors import UserError
 from toolkit.model import Stages
 from toolkit.model.sharded_module import Sharding
 from toolkit.runtime.losses import CheckedLoss
-from toolkit.runtime.process_group.columns import Column, Parallelize
+from toolkit.runtime.process_group.columns import Column, Parallelize, Row
 from toolkit.runtime.sharded_loss import ShardedLoss
 from toolkit.runtime.sharded_stage import ShardedStage
 from toolkit.runtime.step_options import StepOptions
@@ -96,6 +98,17 @@ class DeviceRow:
                     parameters[name].data = weight
         return self.model
 
+    @torch.no_grad()
+    def show(self, updaters: Sequence[Updater]) -> None:
+        """Replace the local shards in the parameters of ``updaters`` by whole weights.
+
+        Every device of the row calls it, and the caller puts shards back before the next update.
+        """
+        with self.column.within_op("whole weights", None):
+            for stage, updater in zip(self.stages, updaters, strict=True):
+                for name, weight in stage.whole(updater.newest()).items():
+                    updater.masters[name].data = weight
+
     def whole_averages(self, averages: Mapping[str, Tensor]) -> Weights:
         """Return whole averages from local shards. Every process calls it."""
         whole_averages = dict(averages)
@@ -149,6 +162,41 @@ class DeviceRow:
             form = updaters[index].form(updated=has_steps, unused=of_stage["unused"])
             local["stages"][index] = stage.local_state(of_stage, form)
         return local
+
+
+@dataclass(frozen=True, eq=False)
+class TravellingShard:
+    """A device's shard of a DTensor, as it goes to the same device of another rank.
+
+    Attributes:
+        local: the shard, on the CPU.
+        sharding: how the DTensor lies on the rank's devices.
+    """
+
+    local: Tensor
+    sharding: Sharding
+
+
+def shards_of(state: Any) -> Any:
+    """Return ``state`` with a :class:`TravellingShard` in place of each DTensor."""
+
+    def shard_of(tensor: DTensor) -> TravellingShard:
+        sharding = Sharding(
+            tuple(tensor.placements), tensor.shape, tuple(tensor.stride())
+        )
+        return TravellingShard(tensor.to_local().detach().cpu(), sharding)
+
+    return tree_map_only(DTensor, shard_of, state)
+
+
+def dtensors_of(state: Any, row: Row) -> Any:
+    """Return ``state`` with DTensors on ``row`` in place of each :class:`TravellingShard`."""
+    mesh = row.compute
+
+    def dtensor_of(shard: TravellingShard) -> DTensor:
+        return shard.sharding.wrap(shard.local.to(mesh.device_type), mesh)
+
+    return tree_map_only(TravellingShard, dtensor_of, state)
 
 
 def check_rows(

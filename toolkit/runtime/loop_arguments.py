@@ -11,14 +11,18 @@ from torch import nn
 from torch.optim import Optimizer
 
 from toolkit.cost import Hardware
+from toolkit.cost.compression import GRADIENT_BITS
 from toolkit.cost.hardware import check_hardware
 from toolkit.cost.worker_forms import ModelCosts, best_rule
 from toolkit.errors import UserError, check_choice
 from toolkit.model import Stages
+from toolkit.model.loss_parallel import is_loss_parallel
 from toolkit.model.node_costs import meta_copy
 from toolkit.model.partition import MEASURES
 from toolkit.model.structure import filled, tensors_of
 from toolkit.runtime.make_optimizer import MakeOptimizer, takes_names
+from toolkit.runtime.process_group.columns import width_of
+from toolkit.runtime.stage_optimizers import StageOptimizers
 from toolkit.schedule import Kind, Op, Schedule, ScheduleSpec, catalog
 
 # Rules are methods whose size is a number of workers; a pipeline's is a number of stages.
@@ -210,3 +214,51 @@ def schedule_of_rule(
                 " accumulate=1"
             )
     return schedule
+
+
+def check_row(
+    model: nn.Module,
+    width: int,
+    rule: str | Schedule,
+    optimizers: StageOptimizers,
+    options: Mapping[str, Any],
+) -> None:
+    """Raise UserError if ranks of ``width`` devices cannot train so in a loop."""
+    # Only here: to import torch's DTensors takes a second.
+    from torch.distributed.tensor import DTensor
+
+    if any(isinstance(parameter, DTensor) for parameter in model.parameters()):
+        raise UserError(
+            f"model: got DTensors with width={width}; expected whole weights. Give parallelize=,"
+            " which shards each stage"
+        )
+    parallelize = options.get("parallelize")
+    if parallelize is not None and is_loss_parallel(parallelize):
+        raise UserError(
+            "parallelize: got a LossParallel; expected scores that are whole on every device, since"
+            " the loss is the loop's own. Use Distributed, or leave out LossParallel"
+        )
+    if rule == "auto":
+        raise UserError(
+            f"rule: got 'auto' with width={width}; expected a method, since costs are of ranks of"
+            " one device. Use dp, cdp_v1 or cdp_v2"
+        )
+    if optimizers.averages:
+        raise UserError(
+            f"optimizer: got {type(optimizers.optimizer).__name__} with width={width}, which"
+            " evaluates with weights of its own; expected one that does not, such as AdamW"
+        )
+    if options.get("compression") in GRADIENT_BITS:
+        raise UserError(
+            f"width={width} takes no compression={options['compression']}: use bf16"
+        )
+
+
+def check_state_of_row(optimizers: StageOptimizers, options: Mapping[str, Any]) -> None:
+    """Raise UserError if optimizers of local shards would begin with a state of whole weights."""
+    width = width_of(options.get("width", 1))
+    if width > 1 and optimizers.state():
+        raise UserError(
+            f"optimizer: got one that has trained, with width={width}; expected a new one, or a"
+            " state that CyclicDataParallel saved"
+        )

@@ -6,12 +6,15 @@ from typing import Any, NamedTuple, cast
 
 from torch import Tensor, nn
 
+from toolkit.errors import UserError
 from toolkit.runtime.distributed import WINDOW, Distributed
 from toolkit.runtime.executor import Executor
 from toolkit.runtime.message_layout import Layouts
 from toolkit.runtime.microbatches import Shape
+from toolkit.runtime.process_group.columns import Column
 from toolkit.runtime.rank import MicrobatchSource, Rank
 from toolkit.runtime.rank_compression import ranks_state
+from toolkit.runtime.row_executor import RowExecutor
 from toolkit.runtime.state import local_state_of
 from toolkit.runtime.updater import Weights
 from toolkit.schedule import Action, Instruction, Program
@@ -43,6 +46,8 @@ class LoopRuntime(Distributed):
     """
 
     def __post_init__(self) -> None:
+        if isinstance(self.world, Column):
+            self.world = self.world.everyone  # it finds its column itself
         super().__post_init__()
         self._keep_for_readers()
         self.updates_wait = False
@@ -96,7 +101,8 @@ class LoopRuntime(Distributed):
             rank = self._begin(program, microbatches, messages, None)
             rank.next_step = program.first_step  # what is read from there on is kept
             rank.is_read_alone = True
-            executor = Executor(
+            make = Executor if self._row is None else RowExecutor
+            executor = make(
                 rank,
                 messages,
                 program,
@@ -138,7 +144,17 @@ class LoopRuntime(Distributed):
     def has_whole_gradients(self) -> bool:
         """Whether this rank has the gradients of all stages before their updates."""
         updates_all = len(self.updated_stages) == len(self.stages)
-        return self.overlap and self.updates_wait and updates_all
+        has_whole_stages = self._row is None
+        return self.overlap and self.updates_wait and updates_all and has_whole_stages
+
+    def check_norm_of_model(self) -> None:
+        """Raise UserError if a loop cannot clip by the norm of the model, as torch does."""
+        if self._row is not None:
+            raise UserError(
+                f"parameters(): got a call after the last backward of {self.schedule.name} with"
+                f" width={self._row.row.width}; expected none, since each device has a part of the"
+                " gradients. Use options=StepOptions(clip=...) to clip"
+            )
 
     def whole_gradients(
         self, step: int
@@ -229,10 +245,26 @@ class LoopRuntime(Distributed):
             for name, master in self._runners[stage].masters.items():
                 master.data = weights[name]
 
+    def show_whole(self) -> None:
+        """Put whole weights into the model, in place of this device's shards.
+
+        The devices of a rank call it together, after :meth:`show_received` and
+        :meth:`show_updated`. The latter puts shards back.
+        """
+        if self._row is not None:
+            self._row.show(self._runners)
+
     def show_received(self, newest: Mapping[int, Weights]) -> None:
         """Put weights and buffers of stages that other ranks update into the model."""
         for stage, weights in newest.items():
             self._weight_store.take(stage, weights)
+
+    def whole_weights(self) -> Weights:
+        """Return copies of all tensors of the whole model, by name. Every rank calls it."""
+        return {
+            name: tensor.detach().clone()
+            for name, tensor in self.module().state_dict().items()
+        }
 
     def release_received(self) -> None:
         """Free the memory of :meth:`show_received`; buffers stay."""
@@ -272,7 +304,29 @@ class LoopRuntime(Distributed):
         for name in state["fixed"]:
             if name in self._kept_buffers:
                 state["fixed"][name] = self._kept_buffers[name]
-        return state
+        if self._row is None:
+            return state
+        from toolkit.runtime.device_rows import shards_of
+
+        # As shards: a thread that answers another rank must not exchange with the row, whose other
+        # device may be elsewhere.
+        return cast(dict[str, Any], shards_of(state))
+
+    def whole_states(
+        self, local_states: Sequence[dict[str, Any]]
+    ) -> list[dict[str, Any]]:
+        """Return the :meth:`local_state_after` of several ranks with whole tensors.
+
+        The devices of a rank call it together, each with the states of its own column.
+        """
+        if self._row is None:
+            return [*local_states]
+        from toolkit.runtime.device_rows import dtensors_of
+
+        return [
+            self._row.whole_state(dtensors_of(state, self._row.row))
+            for state in local_states
+        ]
 
     def messages_after(self, steps_done: int) -> dict[str, Any]:
         """Return what this rank keeps of compressed messages after ``steps_done`` steps.

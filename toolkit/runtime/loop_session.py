@@ -160,6 +160,7 @@ class LoopSession:
                 newest = self._requests.ask(owner, question, steps_done)
                 self.runtime.show_received(newest)
             self.runtime.show_updated(averaged=averaged)
+            self.runtime.show_whole()
         self._shown = steps_done, averaged
 
     def show_training(self) -> None:
@@ -189,6 +190,7 @@ class LoopSession:
             rank_states = [self.runtime.local_state_after(steps_done)]
             for owner in sorted({*self.runtime.schedule.owners, 0} - {self.world.rank}):
                 rank_states.append(self._requests.ask(owner, "state", steps_done))
+            rank_states = self.runtime.whole_states(rank_states)
             if self.runtime.is_compressed:
                 # Not before: an owner that has answered has received the sums of all these steps,
                 # so that no rank, this one included, has still to compress one.

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from toolkit.errors import UserError
 from toolkit.model import Stages, partition
 from toolkit.model.by_hand import ModuleChain
+from toolkit.runtime.loop_arguments import check_state_of_row
 from toolkit.runtime.loop_runtime import LoopRuntime
 from toolkit.runtime.loop_session import LoopSession
 from toolkit.runtime.loop_settings import LoopSettings
@@ -150,6 +151,7 @@ class LoopTraining:
 
         # 2. The runtime. Optimizers of stages begin with the options that the loop has set by now.
         if self._saved is None:
+            check_state_of_row(self._optimizers, self._options)
             self._settings.note_base()
         self._optimizers.note_options()
         runtime = LoopRuntime(
@@ -168,11 +170,7 @@ class LoopTraining:
 
         # 3. The state. Weights are cloned: the runtime loads into the tensors that it reads.
         if self._saved is not None:
-            runtime.module()  # all weights, on every rank
-            weights = {
-                name: tensor.detach().clone()
-                for name, tensor in self.module.state_dict().items()
-            }
+            weights = runtime.whole_weights()
             runtime.load_state_dict(
                 self._saved.of_runtime(runtime, self._optimizers, weights)
             )
@@ -273,7 +271,9 @@ class LoopTraining:
         if by_model and runtime.has_whole_gradients:
             self._session.show_gradients()
             return read()
-        if not by_model:
+        if by_model:
+            runtime.check_norm_of_model()
+        else:
             self._warn(
                 f"clip_grad_norm_ under {self.schedule.name}: each stage is clipped by its own"
                 " norm, not by the model's, since stages are updated at different times; the norm"

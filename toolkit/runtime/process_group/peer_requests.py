@@ -71,9 +71,10 @@ class PeerRequests:
         n_bytes = torch.zeros(1, dtype=torch.int64)
         with self._world.watch.waiting(f"{subject} of rank {rank}", [rank]):
             store.set(f"requests/{self._name}/{rank}/{number}", question)
-            dist.recv(n_bytes, rank, group=self._world.object_group, tag=tag)
+            process = self._world.process(rank)
+            dist.recv(n_bytes, process, group=self._world.object_group, tag=tag)
             message = torch.empty(int(n_bytes), dtype=torch.uint8)
-            dist.recv(message, rank, group=self._world.object_group, tag=tag)
+            dist.recv(message, process, group=self._world.object_group, tag=tag)
         fault, value = unpickle_bytes(message)
         if fault:
             raise UserError(f"rank {rank} cannot give {subject}: {fault}")
@@ -137,5 +138,6 @@ class PeerRequests:
             fault = first_line(error) or type(error).__name__
         message = pickle_to_bytes((fault, value))
         tag = _FIRST_TAG + question.number
+        asker = self._world.process(question.asker)
         for tensor in (torch.tensor([len(message)]), message):
-            dist.send(tensor, question.asker, group=self._world.object_group, tag=tag)
+            dist.send(tensor, asker, group=self._world.object_group, tag=tag)
