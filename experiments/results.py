@@ -233,6 +233,30 @@ def _prediction_errors(result: Result) -> Rows:
     return rows
 
 
+def _slow_links(result: Result) -> Rows:
+    """A row a model and machine, a column a method; times by that of DDP with whole messages."""
+    headings = {
+        "whole": "whole",
+        "16-bit messages": "16 bits",
+        "8 bits with error feedback": "8 bits",
+        "4 bits with error feedback": "4 bits",
+        "rank 4 with error feedback": "rank 4",
+        "local steps": "local SGD",
+    }
+    table_rows: dict[tuple[str, str], Row] = {}
+    for row in result["compressed"]:
+        model = f"{row['model']}, {row['batch']} {row['samples']}"
+        ratio = f"{row['ratio']:.2g}"
+        labels_of_row = {"model": model, "machines": row["machine"], "M/C": ratio}
+        table_row = table_rows.setdefault((model, row["machine"]), labels_of_row)
+        heading = headings[row["messages"]]
+        for rule, name in (("ddp", "DDP"), ("cdp_v1", "CDP-v1")):
+            if row[rule] is not None:
+                column = heading if heading == "local SGD" else f"{name} {heading}"
+                table_row[column] = f"{row[rule] / row['whole_ddp']:.2f}"
+    return [*table_rows.values()]
+
+
 def _situations_short(result: Result) -> Rows:
     """The models on machines."""
     rows = []
@@ -354,6 +378,7 @@ _ROWS: tuple[tuple[str, Callable[[Result], Rows]], ...] = (
     (f"papers{_SHORT}", _papers_short),
     ("papers", _papers),
     ("simulated", _simulated),
+    ("slow_links", _slow_links),
     (f"situations{_SHORT}", _situations_short),
     ("situations", _each(situation_cells)),
     ("stability_limits", _each(_limits)),
