@@ -15,7 +15,6 @@ import sys
 import time
 from collections import defaultdict
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
 from functools import reduce
 from typing import Any
 
@@ -41,28 +40,12 @@ from toolkit.runtime.rank_pool import RankPool, shared
 from toolkit.runtime.recovery_row import Recovery
 from toolkit.runtime.state import join_states, merged
 from toolkit.runtime.step_options import Loss
+from toolkit.runtime.stretch import Stretch, steps_ahead
 from toolkit.runtime.updater import Weights
 from toolkit.schedule import Schedule
 from toolkit.terminal import show
 
-_STEPS_AHEAD = 2  # training steps whose data are sent before they can begin
 _MAX_ATTEMPTS = 3  # to train one stretch; each attempt but the last loses a rank
-
-
-@dataclass(frozen=True)
-class _Stretch:
-    """Training steps that are repeated if a rank is lost among them.
-
-    Attributes:
-        first_step: the first of them.
-        n_steps: their number.
-        shares: their batches as far as they have been read; each is None once it has been sent, if
-            no step is repeated.
-    """
-
-    first_step: int
-    n_steps: int
-    shares: list[Share] = field(default_factory=list)
 
 
 class Controlled(Runtime):
@@ -257,7 +240,7 @@ class Controlled(Runtime):
             self.kept = self._joined_state()
         while self.steps_done < end:
             length = min(end - self.steps_done, self._keep_every or end)
-            stretch = _Stretch(self.steps_done, length)
+            stretch = Stretch(self.steps_done, length)
             # A rank that is lost each time fails for a reason that a restart does not cure.
             n_lost = 0
             reason = ""
@@ -273,7 +256,7 @@ class Controlled(Runtime):
                     reason = str(error)
             self.schedule = self.schedule_plan.at(self.steps_done)
 
-    def _train_stretch(self, stretch: _Stretch, source: BatchReader) -> Steps:
+    def _train_stretch(self, stretch: Stretch, source: BatchReader) -> Steps:
         """Send the ranks their data, a few steps ahead, and collect their losses.
 
         Yields a result of each step that has had none, so that a repeated step has one only.
@@ -284,16 +267,14 @@ class Controlled(Runtime):
         )
 
         # Data go out a few steps ahead, so that no rank waits for this process between two steps.
-        steps_ahead = self._steps_ahead(first_step, stretch.n_steps)
+        n_ahead = steps_ahead(self.schedule_plan, first_step, stretch.n_steps)
         losses_of_step: defaultdict[int, dict[int, LossValue]] = defaultdict(dict)
         next_step = first_step  # whose losses are not complete
         n_sent = 0
         # Closed also if the caller leaves: the ranks, which still run the call, are then ended.
         with contextlib.closing(self._processes.reports()) as reports:
             while True:
-                while n_sent < min(
-                    stretch.n_steps, next_step - first_step + steps_ahead
-                ):
+                while n_sent < min(stretch.n_steps, next_step - first_step + n_ahead):
                     if n_sent == len(stretch.shares):
                         stretch.shares.append(next(source))
                     self._send(stretch.shares[n_sent], first_step + n_sent)
@@ -318,18 +299,6 @@ class Controlled(Runtime):
         self._measures = any(measured)
         if self._keep_every is not None:
             self.kept = join_states(local_states)
-
-    def _steps_ahead(self, first_step: int, n_steps: int) -> int:
-        """Return how many steps a rank has the data of, besides those that have ended.
-
-        A rank may begin a step before others end the previous ones, so it needs the data of all
-        steps that overlap.
-        """
-        changes = self.schedule_plan.changes(range(first_step, first_step + n_steps))
-        schedules = [self.schedule_plan.at(step) for step in (first_step, *changes)]
-        return _STEPS_AHEAD + max(
-            schedule.timing.steps_under_way for schedule in schedules
-        )
 
     def _send(self, share: Share, step: int) -> None:
         """Send each rank the micro-batches of ``share`` that it reads at ``step``."""

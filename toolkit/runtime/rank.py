@@ -5,80 +5,35 @@ What crosses from rank to rank is given and taken as a payload. Order "scheduled
 """
 
 from collections import defaultdict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
 from typing import Protocol, cast
 
 import torch
 from torch import Tensor
-from torch.autograd.graph import GradientEdge, get_gradient_edge
+from torch.autograd.graph import get_gradient_edge
 
 from toolkit.model.node_costs import differentiable
 from toolkit.runtime.compressed_sums import CompressedSum
 from toolkit.runtime.compressed_weights import CompressedWeights
 from toolkit.runtime.losses import COUNT, CheckedLoss, LossValue, loss_factor
 from toolkit.runtime.rank_compression import RankCompressor
-from toolkit.runtime.split_backward import BackwardSegment, first_half
+from toolkit.runtime.saved_forward import Gradients, SavedForward
+from toolkit.runtime.split_backward import first_half
 from toolkit.runtime.stage import (
     StageRunner,
     Values,
     compensated,
     leaves,
     take_gradient,
-    take_gradients,
 )
 from toolkit.runtime.updater import GradientSum, Weights
 from toolkit.schedule import Action, Buffer, Instruction, Program
 
-Gradients = tuple[Tensor | None, ...]
 Payload = Weights | GradientSum | CompressedSum | CompressedWeights | Gradients
 """A weight version, a sum of gradients, or what crosses a boundary, by the kind of buffer."""
 
 Watching = Callable[[Weights, Values, list[Tensor]], AbstractContextManager[None]]
-
-
-@dataclass
-class SavedForward:
-    """What a forward leaves for its backward.
-
-    Attributes:
-        weights: leaves, which gather the gradients.
-        inputs: likewise.
-        outputs: places in the graph, instead of tensors: the memory of these may be freed.
-        statistics: of the norms, for the sum of gradients.
-        gradients: of the outputs; that of the loss is known at once.
-        count: of the loss, if it has one.
-        second_half: left by the first half of a split backward.
-    """
-
-    weights: Weights
-    inputs: Values
-    outputs: Sequence[GradientEdge | None]
-    statistics: Weights
-    gradients: Gradients = ()
-    count: Tensor | None = None
-    second_half: Sequence[BackwardSegment] = ()
-
-    def take_roots(self) -> tuple[list[GradientEdge], list[Tensor]]:
-        """Take where the backward begins, and the gradients there."""
-        edges = []
-        gradients = []
-        for edge, gradient in zip(self.outputs, self.gradients, strict=True):
-            if edge is not None and gradient is not None:
-                edges.append(edge)
-                gradients.append(gradient)
-        self.gradients = ()
-        return edges, gradients
-
-    def take_weight_gradients(self) -> Weights:
-        """Take what a backward has left on the weights; free the rest, with the graph."""
-        gradients = take_gradients(self.weights)
-        self.weights = {}
-        self.inputs = ()
-        self.outputs = ()
-        self.second_half = ()
-        return gradients
 
 
 class MicrobatchSource(Protocol):
