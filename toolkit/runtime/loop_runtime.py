@@ -132,6 +132,9 @@ class LoopRuntime(Distributed):
             limit = inf
             if self.updates_wait:
                 limit = step
+                # The loop may have clipped the gradients in place. On a GPU that is only queued, on
+                # another stream than that of the thread that updates.
+                self.world.finish_computing()
             self._executor.allow_updates(step, limit)
 
     def await_updates(self, steps_done: int) -> None:
