@@ -36,10 +36,10 @@ def main(config: DictConfig) -> None:
 
     from toolkit import __version__
     from toolkit.results.collect import frame
-    from toolkit.results.publish import publish
     from toolkit.results.report import build_report
     from toolkit.results.report_page import to_html
     from toolkit.results.runs import read_runs
+    from toolkit.results.wandb_report import publish
 
     runs = read_runs(folders)
     report = build_report(runs, config.title, config.margin)

@@ -11,9 +11,9 @@ from tests.schedule.meetings import COLLECTIVES
 from tests.schedule.strategies import programs, quick
 from toolkit.runtime.dataflow import (
     Dataflow,
+    channel_of,
     in_background,
     last_op_positions,
-    waiter_of,
 )
 from toolkit.schedule import Action, Buffer, Instruction, catalog
 
@@ -81,8 +81,8 @@ def test_only_messages_of_one_kind_share_a_waiter():
         weights(Action.RECV, 1, stage=1),
         activation(Action.RECV, 1),
     ]
-    assert len({*map(waiter_of, apart)}) == len(apart)
-    assert waiter_of(weights(Action.RECV, 1, version=1)) == waiter_of(
+    assert len({*map(channel_of, apart)}) == len(apart)
+    assert channel_of(weights(Action.RECV, 1, version=1)) == channel_of(
         weights(Action.RECV, 1)
     )
 
@@ -139,21 +139,21 @@ def test_receives_begin_in_order(ordered, first):
     assert begun(flow) == [p for p in (2, 3, 5, 6) if p not in first]
 
 
-def test_held_up_by():
+def test_blocker_of():
     flow = flow_of(
         activation(Action.RECV, 1),
         op(stage=1),
         op(Action.BACKWARD, stage=1),
         summed(Action.SEND, 1, stage=1),
     )
-    assert [flow.held_up_by(p) for p in range(4)] == [0, 0, 0, 0]
+    assert [flow.blocker_of(p) for p in range(4)] == [0, 0, 0, 0]
     assert begun(flow) == [0]
-    assert flow.held_up_by(3) == 0  # under way
+    assert flow.blocker_of(3) == 0  # under way
     for position in range(3):
         assert not flow.lacks_nothing(position + 1)
         flow.end(position)
         assert flow.lacks_nothing(position + 1)
-        assert flow.held_up_by(3) == position + 1
+        assert flow.blocker_of(3) == position + 1
 
 
 # Any program

@@ -218,7 +218,7 @@ class _CommandLine:
                 sys.exit(_EXIT_INTERRUPTED if Sweep.folder is None else EXIT_STOPPED)
             except Exception as error:
                 if Sweep.run_folder is not None:
-                    self._clear(error, Sweep.run_folder)
+                    self._undo_folder(error, Sweep.run_folder)
                 self._report(error)
             lines, all_finished = sweeps.summary(
                 self._name, resumable=not sweep_refused()
@@ -262,7 +262,7 @@ class _CommandLine:
             is_sweep = HydraConfig.get().mode == RunMode.MULTIRUN
             ended = self._run_of_sweep(config) if is_sweep else self._run(config)
         except Exception as error:
-            self._clear(error, output_folder())
+            self._undo_folder(error, output_folder())
             self._report(error)
             return None
         finally:
@@ -308,7 +308,7 @@ class _CommandLine:
                     write(sweeps.STOPPED, self._continuation)
                     raise KeyboardInterrupt from error
                 reason = self._explain(error) or f"{type(error).__name__}: {error}"
-                # As toolkit.training.DivergedError is, whose module may not be loaded.
+                # DivergedError is a FloatingPointError; importing it here would load torch.
                 write(
                     sweeps.FAILED,
                     reason,
@@ -370,8 +370,8 @@ class _CommandLine:
             raise KeyboardInterrupt  # so that no other run begins
         return ended
 
-    def _clear(self, error: Exception, folder: Path) -> None:
-        """Leave the folder of a refused run as it was before: without the files of Hydra."""
+    def _undo_folder(self, error: Exception, folder: Path) -> None:
+        """Put Hydra's files back after a refusal; remove the new folder of a run refused early."""
         # What a user can mend: a UserError is a ValueError, and so are the mistakes that torch and
         # OmegaConf find.
         is_refusal = isinstance(
@@ -380,6 +380,7 @@ class _CommandLine:
         # After a bug the files stay, since they help to find it.
         if is_refusal:
             restore(self._earlier_folder)
+        # Not by self._explain: the folder is removed also where tracebacks are shown.
         is_new_folder = self._earlier_folder.path is None
         if is_new_folder and explain(error, self._name) is not None:
             discard(folder)

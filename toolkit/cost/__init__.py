@@ -1,11 +1,11 @@
 """What a schedule costs on a machine: stage costs, hardware, the simulator, and its timelines."""
 
+from toolkit.cost.activation_curve import AXES, MemoryCurve, memory_curve
 from toolkit.cost.affordable_delay import affordable_delay, affordable_schedule
 from toolkit.cost.calibrate import calibrate, predict_calibrated
 from toolkit.cost.chakra import write_chakra
 from toolkit.cost.compression import compressed_costs
 from toolkit.cost.hardware import UNIT, Hardware
-from toolkit.cost.model_memory import AXES, MemoryCurve, memory_curve
 from toolkit.cost.profiling import profile
 from toolkit.cost.simulate import simulate
 from toolkit.cost.stage_costs import Costs, StageCost, recomputing, unit_costs

@@ -19,8 +19,8 @@ from math import isfinite
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
+from toolkit.cost.activation_curve import MemoryCurve
 from toolkit.cost.hardware import UNIT, Hardware
-from toolkit.cost.model_memory import MemoryCurve
 from toolkit.cost.simulate import simulate
 from toolkit.cost.stage_costs import Costs, StageCost, recomputing
 from toolkit.cost.timeline import ACTIVATIONS, INPUTS

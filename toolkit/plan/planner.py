@@ -1,4 +1,4 @@
-"""Which schedule for a model, on given machines, within limits: all of them are simulated."""
+"""Choose a schedule for a model, machines and limits, by simulating all that may be the best."""
 
 import os
 from collections.abc import Sequence
@@ -34,11 +34,11 @@ def plan(
     options: PlanOptions = DEFAULT_PLAN_OPTIONS,
     on_progress: OnProgress = lambda activity, share: None,
 ) -> Plan:
-    """Simulate all methods of the catalogue on a model and machines, and choose the best.
+    """Simulate the methods of the catalogue that may be the best on given machines; choose one.
 
     Stages, groups, chains, micro-batches, cuts, and whether activations are computed again vary as
-    well. Fast schedules with late weights are also tried with a delay in which no single weight
-    could be fresher, in a tenth more time at most.
+    well. Fast schedules with late weights are also tried with a fresher delay: weights are made
+    fresh one by one while a step takes at most 10 % longer than before.
 
     Args:
         model: any module that :func:`toolkit.model.partition` cuts; on any device.
@@ -76,8 +76,11 @@ def plan(
 def rank_numbers(ranks: int | Sequence[int], batch: int) -> list[int]:
     """Return the numbers of ranks, the largest first."""
     numbers = ranks if isinstance(ranks, Sequence) else [ranks]
+    if not numbers:
+        raise UserError("ranks is empty: give a number of ranks, or several")
     sizes = [whole(n_ranks, "ranks", 1) for n_ranks in numbers]
-    if not sizes or any(whole(batch, "batch", 1) % n_ranks for n_ranks in sizes):
+    n_samples = whole(batch, "batch", 1)
+    if any(n_samples % n_ranks for n_ranks in sizes):
         option = f"ranks=[{','.join(map(str, sizes))}]"
         if len(sizes) == 1:
             option = f"ranks={sizes[0]}"

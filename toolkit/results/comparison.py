@@ -211,6 +211,7 @@ def train_one(
     with RunRecorder(
         run,
         run_folder,
+        # Continue the tables of the run, if it has any.
         resume=True,
         group=group_of(folder),
         comparison=folder,
@@ -220,7 +221,11 @@ def train_one(
         tracker.config({"rule": rule})
         try:
             with recorder.training(
-                progress, resume=None, weights=False, signals=signals
+                # None: from its own checkpoint, if it has one.
+                progress,
+                resume=None,
+                weights=False,
+                signals=signals,
             ) as train:
                 outcome = train()
         except DivergedError as divergence:

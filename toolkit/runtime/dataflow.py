@@ -40,7 +40,7 @@ def queue_of(
     #   update        one for all with ordered_updates, else none
     #   free          none
     if ordered_updates and i.action == Action.UPDATE:
-        return waiter_of(i)
+        return channel_of(i)
     if i.action == Action.SEND and ordered:
         return ("send", *i.peers)
     if i.action == Action.SEND and i.buffer == Buffer.GRADIENT and i.buffer in chained:
@@ -48,19 +48,20 @@ def queue_of(
     if i.action == Action.RECV and ordered:
         return ("receive", *i.peers)
     if i.action == Action.RECV:
-        return waiter_of(i)
+        return channel_of(i)
     if i.action == Action.SEND or not i.action.communicates:
         # Sends have no queue here: the executor's Turns decide which message to a rank goes first.
         return None
     # All ranks must begin collectives in one order.
-    return waiter_of(i)
+    return channel_of(i)
 
 
-def waiter_of(i: Instruction) -> tuple:
-    """Return the thread that waits for the end of a message or collective.
+def channel_of(i: Instruction) -> tuple:
+    """Return the channel of a message or collective: a waiter waits for the ends on each.
 
     There is one for each direction, peer, buffer and stage: a late message holds up no other.
-    Updates in which the devices of a rank exchange have one of their own.
+    Updates in which the devices of a rank exchange share one, so that they keep their order; no
+    thread waits on it.
     """
     if i.action == Action.UPDATE:
         return ("update",)
@@ -310,7 +311,7 @@ class Dataflow:
         """Whether everything that an instruction needs has ended."""
         return self._n_lacking[position] == 0
 
-    def held_up_by(self, position: int) -> int:
+    def blocker_of(self, position: int) -> int:
         """Return the first instruction of the chain that ``position`` waits for; else itself."""
         # Needs come earlier in the program, so the chain has an end.
         while True:

@@ -28,11 +28,11 @@ import torch
 
 from toolkit.runtime.dataflow import (
     Dataflow,
+    channel_of,
     in_background,
     last_op_positions,
     last_step,
     next_op,
-    waiter_of,
 )
 from toolkit.runtime.message_transfer import Messages, Transfer, Turns, tags
 from toolkit.runtime.meters.meter import Meter
@@ -96,7 +96,8 @@ class Executor:
         )
         # All threads share _dataflow, _unsent, _turns, _failure and _closed: they change them with
         # this condition held, and notify the others. Without it they use _op_ends[p], written
-        # before p ends and read by what needs p, and _failure, once it is set.
+        # before p ends and read by what needs p, and _failure, once it is set. _received_sums and
+        # _waiters have locks of their own.
         self._changed = threading.Condition()
         # Positions of sends that have begun and not ended.
         self._unsent: set[int] = set()
@@ -172,7 +173,7 @@ class Executor:
             with self._changed:
                 self._closed = True
                 self._changed.notify_all()
-            # The second thread creates waiters, so it ends before they do.
+            # The second thread puts messages to waiters, so it ends before these are closed.
             second_thread.join()
             self._waiters.close()
         # Not after a failure: a message from a dead rank never ends.
@@ -236,11 +237,11 @@ class Executor:
         reported = None
         with self._changed:
             while self._failure is None and not is_reached():
-                held_up = self._dataflow.held_up_by(awaited())
-                i = self._instructions[held_up]
-                if held_up != reported and i.action.communicates:
+                blocker = self._dataflow.blocker_of(awaited())
+                i = self._instructions[blocker]
+                if blocker != reported and i.action.communicates:
                     self._watch.at(i, i.step, i.peers)
-                    reported = held_up
+                    reported = blocker
                 self._changed.wait()
         if self._failure is None:
             return
@@ -282,7 +283,7 @@ class Executor:
                 self._failure = position, error
             self._changed.notify_all()
 
-    # The second thread.
+    # The second thread, and what waiters run as well: _begin_sends and _put.
 
     def _begin_all(self) -> None:
         position = 0  # to blame if not even a stream can be made
@@ -311,7 +312,7 @@ class Executor:
             self._rank.sums.get((i.stage, i.step)),
             self._received_sums.parts_for(i),
         ]
-        # On another stream than the ops: it waits for those whose results it uses, and no others.
+        # On another stream than the ops: this one waits only for those whose results it uses.
         with after_marks(
             self._device, [self._op_ends.get(p) for p in self._dataflow.needs[position]]
         ):
@@ -352,7 +353,7 @@ class Executor:
         i = self._instructions[position]
         began = 0.0 if self._meter is None else self._meter.now()
         message = PendingMessage(position, transfer, began)
-        self._waiters.put(waiter_of(i), message, self._wait_for_all)
+        self._waiters.put(channel_of(i), message, self._wait_for_all)
 
     # The waiters' threads.
 

@@ -1,4 +1,7 @@
-"""What a wrapped training continues from, by the names of weights, whatever the stages."""
+"""What a wrapped training continues from, by the names of weights, whatever the stages.
+
+``toolkit.runtime.state`` joins the states of ranks, from which this is made.
+"""
 
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field

@@ -70,9 +70,9 @@ from toolkit.schedule.weight_handover import Read, Update, WeightHandover
 if TYPE_CHECKING:
     from toolkit.schedule.schedule import Schedule
 
-# A program has many reads and instructions: their own constructors take twice as long. So ops and
-# messages are bare tuples below, in the order of Instruction's fields: tick, action, stage,
-# micro-batch, step, version, buffer, peers. What a message holds begins with its stage.
+# The constructors of Read and Instruction take twice as long as a bare tuple, and a program may
+# have a million of them. Ops below are tuples of Instruction's fields: tick, action, stage,
+# micro-batch, step, version, buffer, peers. The part that messages share begins with the stage.
 _make_read = partial(tuple.__new__, Read)
 
 
@@ -115,12 +115,13 @@ class _Lowering:
         self._predict()
         for stage in range(self.schedule.n_stages):
             # Versions that the program begins with lie on their first holders, as if these had
-            # just updated. They are the same for every first step, since a program begins with
-            # nothing under way. The newest version ([-1]) comes below: the first step reads it too.
+            # just updated. The holders are the same for every first step, since a program begins
+            # with nothing under way. The newest version ([-1]) is supplied in the loop below,
+            # since the first step reads it too.
             last_update = Update(0, self.schedule.first_holders(stage))
             first_versions = self.schedule.versions(stage, self.steps.start)
             for version in first_versions[:-1]:
-                # None replaces it.
+                # No update of this program replaces it.
                 self.handover.supply(stage, version, last_update, None)
             # Version ``step`` is there from the update of the step before until the next one.
             for step in self.steps:
@@ -268,6 +269,7 @@ class _Lowering:
             shares = sorted(ready_ticks.items(), key=itemgetter(1, 0))
         # Otherwise a rank occurs once for each of its micro-batches.
         hops = [(rank, end) for rank, end in shares if rank != owner]
-        # The owner may have no micro-batch of the stage. It only receives: its tick is not used.
+        # The owner comes last and only receives, so its tick is never read. It may even have no
+        # micro-batch of the stage.
         hops.append((owner, ready_ticks.get(owner, 0)))
         return hops

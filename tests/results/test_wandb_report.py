@@ -15,10 +15,10 @@ from toolkit.cost import UNIT, simulate, unit_costs
 from toolkit.errors import UserError
 from toolkit.metric import ACCURACY, LOSS
 from toolkit.results import Tracker, track_measured, track_schedule
-from toolkit.results.publish import publish, wandb_report
 from toolkit.results.report import build_report
 from toolkit.results.report_page import Command, Report, Table, Text
 from toolkit.results.runs import read_runs
+from toolkit.results.wandb_report import publish, wandb_report
 from toolkit.schedule import catalog
 
 pytest.importorskip("wandb_workspaces", reason="wandb-workspaces is not installed")

@@ -13,7 +13,7 @@ from torch import nn
 
 from tests.thorough import more
 from toolkit.cost import AXES, Hardware, memory_curve, profile
-from toolkit.cost.model_memory import _curve
+from toolkit.cost.activation_curve import _curve
 from toolkit.errors import UserError
 from toolkit.model import build, partition
 
