@@ -193,9 +193,7 @@ def main(args):
         model.load_state_dict(checkpoint["model"])
         optimizer.load_state_dict(checkpoint["optimizer"])
         iter_num, best_val_loss = checkpoint["iter_num"], checkpoint["best_val_loss"]
-    model, optimizer = prepare(
-        model, optimizer, rule=os.getenv("RULE", "cdp_v2"), accumulate=accum
-    )
+    model, optimizer = prepare(model, optimizer, rule=os.getenv("RULE", "cdp_v2"), accumulate=accum)
     raw_model = model.module
 
     while True:

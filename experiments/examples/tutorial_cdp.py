@@ -56,9 +56,7 @@ class Trainer:
         self.epochs_run = 0
         if os.path.exists(snapshot_path):
             self._load_snapshot()
-        self.model, self.optimizer = prepare(
-            model, optimizer, rule=os.getenv("RULE", "cdp_v2")
-        )
+        self.model, self.optimizer = prepare(model, optimizer, rule=os.getenv("RULE", "cdp_v2"))
 
     def _load_snapshot(self):
         snapshot = torch.load(self.snapshot_path)
