@@ -15,6 +15,7 @@ from typing import Any
 from toolkit import format as cells
 from toolkit.cost.pipeline_table import pipeline_cells
 from toolkit.cost.situations import model_cells, situation_cells
+from toolkit.cost.slow_links import LOCAL_SGD, slow_link_cells
 from toolkit.metric import ACCURACY, LOSS, Metric
 from toolkit.plan.plan_table import plan_cells
 from toolkit.results.best_rules import best_rules
@@ -235,25 +236,19 @@ def _prediction_errors(result: Result) -> Rows:
 
 def _slow_links(result: Result) -> Rows:
     """A row a model and machine, a column a method; times by that of DDP with whole messages."""
-    headings = {
-        "whole": "whole",
-        "16-bit messages": "16 bits",
-        "8 bits with error feedback": "8 bits",
-        "4 bits with error feedback": "4 bits",
-        "rank 4 with error feedback": "rank 4",
-        "local steps": "local SGD",
-    }
     table_rows: dict[tuple[str, str], Row] = {}
     for row in result["compressed"]:
-        model = f"{row['model']}, {row['batch']} {row['samples']}"
-        ratio = f"{row['ratio']:.2g}"
-        labels_of_row = {"model": model, "machines": row["machine"], "M/C": ratio}
-        table_row = table_rows.setdefault((model, row["machine"]), labels_of_row)
-        heading = headings[row["messages"]]
-        for rule, name in (("ddp", "DDP"), ("cdp_v1", "CDP-v1")):
-            if row[rule] is not None:
-                column = heading if heading == "local SGD" else f"{name} {heading}"
-                table_row[column] = f"{row[rule] / row['whole_ddp']:.2f}"
+        row_cells = slow_link_cells(row)
+        labels_of_row = {name: row_cells[name] for name in ("model", "machine", "M/C")}
+        table_row = table_rows.setdefault(
+            (row_cells["model"], row_cells["machine"]), labels_of_row
+        )
+        if row["method"] == LOCAL_SGD:
+            table_row["local SGD"] = row_cells["DDP"]
+            continue
+        for rule in ("DDP", "CDP-v1"):
+            if row_cells[rule]:
+                table_row[f"{rule} {row_cells['messages']}"] = row_cells[rule]
     return [*table_rows.values()]
 
 

@@ -35,7 +35,7 @@ if TYPE_CHECKING:
 
     from toolkit.cost import Timeline
     from toolkit.cost.cost_file import FileCosts
-    from toolkit.cost.predictor import Prediction, Predictor
+    from toolkit.cost.simulation_table import SimulationRow, SimulationTable
     from toolkit.cost.tensor_width import Width
     from toolkit.cost.worker_forms import CostsOf
     from toolkit.model import InputSpec
@@ -86,21 +86,22 @@ def main(config: DictConfig) -> None:
 
     # 2. Simulate them.
     folder = output_folder()
-    n_predictions = 2 * len(schedules) + 1
-    with tqdm(unit=" simulations", leave=False, total=n_predictions) as bar:
+    n_simulations = 2 * len(schedules) + 1
+    with tqdm(unit=" simulations", leave=False, total=n_simulations) as bar:
         bar.set_description("tracing the model")
         if file_costs is None:
             costs = costs_of_model(config, form, device, width)
         else:
             costs = file_costs, file_costs
-        predictor = predictor_of(config, width, *costs)
-        predictions = simulate_all(config, predictor, schedules, folder, bar)
+        table_of_steps = table_of(config, width, *costs)
+        simulation_rows = simulate_all(config, table_of_steps, schedules, folder, bar)
 
     # 3. Write and print.
     rows = [
-        predictor.row(prediction) for prediction in [*predictions, *predictor.rivals()]
+        table_of_steps.cells(row)
+        for row in [*simulation_rows, *table_of_steps.rivals()]
     ]
-    rank_rows, figures = write_timelines(predictions, folder)
+    rank_rows, figures = write_timelines(simulation_rows, folder)
     device_name = describe(device) if config.measured else "meta tensors"
     write_result(
         folder, "simulation", rows, config, device_name, time.perf_counter() - start
@@ -111,7 +112,7 @@ def main(config: DictConfig) -> None:
     if file_costs is not None:  # then a rank is one device
         title = file_costs.in_words
     timed = f"stages timed on {device_name}, links of " if config.measured else ""
-    show(f"\n{title}, {timed}{predictor.hardware.name}\n")
+    show(f"\n{title}, {timed}{table_of_steps.hardware.name}\n")
     show(tables(rows, rank_rows))
     for note in size_notes(schedules):
         show(f"\nnote: {note}")
@@ -120,20 +121,20 @@ def main(config: DictConfig) -> None:
     )
 
 
-def predictor_of(
+def table_of(
     config: DictConfig,
     width: "Width",
     costs_of: "CostsOf",
     baseline_costs_of: "CostsOf",
-) -> "Predictor":
+) -> "SimulationTable":
     """Return what simulates schedules with the costs of the model's stages."""
-    from toolkit.cost.predictor import Predictor
+    from toolkit.cost.simulation_table import SimulationTable
     from toolkit.cost.worker_forms import CUTS
     from toolkit.schedule import CHAINS
 
     # Measured stages are timed once: one cut.
     given_cut = config.partition or ("flops" if config.measured else None)
-    return Predictor(
+    return SimulationTable(
         costs_of,
         baseline_costs_of,
         width,
@@ -147,36 +148,36 @@ def predictor_of(
 
 def simulate_all(
     config: DictConfig,
-    predictor: "Predictor",
+    table_of_steps: "SimulationTable",
     schedules: "dict[str, Schedule]",
     folder: Path,
     bar: tqdm,
-) -> "list[Prediction]":
-    """Return the predictions of all schedules and of their baselines; write the traces."""
+) -> "list[SimulationRow]":
+    """Return the rows of all schedules and of their baselines; write the traces."""
     from toolkit.cost import write_chakra
 
-    predictions: list[Prediction] = []
+    simulation_rows: list[SimulationRow] = []
     for index, (name, schedule) in enumerate(schedules.items()):
         bar.set_description(f"{name}, {seconds_of(schedule)}")
-        predictions += predictor.predict(name, schedule)
+        simulation_rows += table_of_steps.rows_of(name, schedule)
         bar.update()
         # The steady state is timed over many steps, and fewer are drawn.
-        drawn = predictor.draw(predictions[-1], config.steps)
+        drawn = table_of_steps.draw(simulation_rows[-1], config.steps)
         bar.update()
         write_traces(drawn, folder, str(index) if index else "", kineto=config.kineto)
         if config.chakra:
-            chosen = predictions[-1].form
+            chosen = simulation_rows[-1].form
             program = chosen.schedule.lower(config.steps)
-            costs = predictor.costs_of_program(
+            costs = table_of_steps.costs_of_program(
                 schedule.n_stages, chosen.partition, schedule.state
             )
             chakra_folder = folder / f"chakra{index or ''}"
-            write_chakra(program, costs, predictor.hardware, chakra_folder)
-    return predictions
+            write_chakra(program, costs, table_of_steps.hardware, chakra_folder)
+    return simulation_rows
 
 
 def write_timelines(
-    predictions: "Sequence[Prediction]", folder: Path
+    simulation_rows: "Sequence[SimulationRow]", folder: Path
 ) -> tuple[list[dict[str, Any]], list[Path]]:
     """Write the table of ranks and the figure; return the table's rows and the figure's files."""
     from toolkit.cost.timeline_rows import by_rank
@@ -184,10 +185,10 @@ def write_timelines(
     from toolkit.files import write_csv
 
     rank_rows = []
-    for prediction in predictions:
-        rank_rows += by_rank(prediction.name, prediction.form.timeline)
+    for row in simulation_rows:
+        rank_rows += by_rank(row.name, row.form.timeline)
     write_csv(folder / "ranks.csv", rank_rows)
-    drawn = [prediction.drawn for prediction in predictions if prediction.drawn]
+    drawn = [row.drawn for row in simulation_rows if row.drawn]
     return rank_rows, save(timelines(drawn), folder / "timeline")
 
 

@@ -121,8 +121,7 @@ def assess_models(
                 for compressed_row in assess_slow_links(
                     costs_of, hardware, n_workers, config.compressions
                 ):
-                    baseline = {"whole_ddp": row["ddp"]}
-                    compressed_rows.append(labels | baseline | compressed_row)
+                    compressed_rows.append(labels | compressed_row)
             yield row, compressed_rows
 
 

@@ -64,7 +64,7 @@ def main(config: DictConfig) -> Ended:
     group = Path(hydra.sweep.dir).name if hydra.mode == RunMode.MULTIRUN else None
     stop_text = ""
     with RunRecorder(run, folder, resume=resumed, group=group) as recorder:
-        with Progress(run.options.epochs, shown=is_rank_zero()) as progress:
+        with Progress(run.options.epochs, visible=is_rank_zero()) as progress:
 
             def print_line(text: str) -> None:
                 if is_rank_zero():

@@ -35,9 +35,8 @@ def build_site(outputs: Path, *, execute: bool) -> Site:
     changed, too, so that no earlier build may be left.
     """
     pages = outputs / "site"
-    executed = (
-        outputs / "jupyter_execute"
-    )  # where MyST-NB writes them: next to the site
+    # MyST-NB writes them next to the site.
+    executed = outputs / "jupyter_execute"
     for folder in (pages, executed):
         shutil.rmtree(folder, ignore_errors=True)
     command = [sys.executable, "-m", "sphinx", "--fail-on-warning", "--keep-going"]

@@ -117,7 +117,7 @@ def in_order(
     """Return a runtime that carries out ``schedule`` slot by slot, and a batch for it.
 
     Args:
-        schedule: the schedule, of which all ranks are this device.
+        schedule: the schedule; this device runs all of its ranks.
         stages: the model.
         images: those of each micro-batch.
         options: of a step.

@@ -1,13 +1,18 @@
 """Times of steps: of methods in turn, of ranks, and their ratios."""
 
+import gc
 from collections.abc import Callable, Mapping, Sequence
 from itertools import pairwise
+from typing import TYPE_CHECKING
 
 import torch
 from tqdm import tqdm
 
 from toolkit.cost.profiling import synchronized_time
-from toolkit.runtime import World
+
+if TYPE_CHECKING:
+    # To time what needs no runtime must not load them.
+    from toolkit.runtime import World
 
 
 def alternate(
@@ -20,6 +25,8 @@ def alternate(
     seconds: dict[str, list[float]] = {name: [] for name in methods}
     for round_number in tqdm(range(-warm_up, rounds), unit="round", leave=False):
         for name, method in methods.items():
+            # Otherwise a method may pay for the garbage of the one before.
+            gc.collect()
             start = synchronized_time(device)
             method()
             if round_number >= 0:
@@ -37,8 +44,8 @@ def mean_step(moments: Sequence[float], skip: int) -> float:
     return (moments[-1] - moments[skip]) / (len(moments) - 1 - skip)
 
 
-def job_steps(world: World, moments: Sequence[float]) -> list[float]:
-    """Return the seconds from step to step of all ranks, each of which calls it.
+def job_steps(world: "World", moments: Sequence[float]) -> list[float]:
+    """Return the seconds from one step of all ranks to the next. Every rank calls it.
 
     Args:
         world: the ranks.

@@ -128,7 +128,7 @@ def test_a_run_that_was_saved_under_way_counts_until_it_has_ended(tmp_path):
     begun = [folder_of_run(tmp_path, rule, 2) for rule in RULES]
     for path in begun:
         (path / "checkpoints").mkdir(parents=True)
-    # The other has not saved anything.
+    # Only the second run has saved a checkpoint.
     (begun[1] / "checkpoints" / "step_000000001.ckpt").touch()
     keep_options(tmp_path, options())
     assert read_ended_runs(tmp_path, options(rules=RULES | {"dp": {"delay": 4}})) == []

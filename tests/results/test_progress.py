@@ -129,7 +129,7 @@ def test_the_time_left_is_by_what_this_process_trained(capsys, clock):
     ("shown", "end"), [(True, "lr 0.0125, 16 samples/s]"), (False, "")]
 )
 def test_without_losses_or_a_bar_none_are_read(capsys, clock, reads, shown, end):
-    with Progress(1, shown=shown, interval=0) as bar:
+    with Progress(1, visible=shown, interval=0) as bar:
         train(bar, range(4), loss=None if shown else 1.0, clock=clock)
     assert not reads
     assert last_line(capsys).rstrip().endswith(end)

@@ -85,5 +85,5 @@ def test_rows_that_could_not_be_written_are_written_later(path):
 
 
 def test_another_rank_writes_nothing(path):
-    Ledger(path, KEYS, here=False).put(rows(0))
+    Ledger(path, KEYS, writes=False).put(rows(0))
     assert not path.exists()

@@ -30,7 +30,7 @@ def record(folder, conclude=True):
     run = built("epochs=1")
     with RunRecorder(run, folder, resume=False) as recorder:
         with (
-            Progress(1, shown=False) as progress,
+            Progress(1, visible=False) as progress,
             recorder.training(progress, resume=False) as train,
         ):
             outcome = train()

@@ -4,6 +4,8 @@ import copy
 
 import pytest
 import torch
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import distribute_tensor
 from torch.nn import functional as F
 
 from tests.runtime.device_rows import (
@@ -127,9 +129,42 @@ def clipped_by_the_loop(world):
     return found, ""
 
 
+class Averaging(torch.optim.SGD):
+    """Evaluates with weights of its own, as schedule-free optimizers do."""
+
+    def train(self):
+        pass
+
+    def eval(self):
+        pass
+
+
+def of_dtensors(world):
+    """What is said of a model whose weights are sharded already."""
+    model = blocks()
+    mesh = init_device_mesh("cpu", (world.size,))
+    name, weight = next(iter(model[0].named_parameters()))
+    sharded = torch.nn.Parameter(distribute_tensor(weight.detach(), mesh))
+    parent, _, attribute = name.rpartition(".")
+    setattr(model[0].get_submodule(parent), attribute, sharded)
+    try:
+        CyclicDataParallel(
+            model,
+            optimizer=sgd,
+            rule=CASES["v2 SGD"][0],
+            width=2,
+            parallelize=by_columns_and_rows,
+            world=world,
+        )
+    except UserError as error:
+        return str(error)
+    return ""
+
+
 def refused(world):
-    messages = []
+    messages = [of_dtensors(world)]
     for options in (
+        {"optimizer": lambda parameters: Averaging(parameters, lr=0.1)},
         {"compression": "int8"},
         {"rule": "auto"},
         {"width": 3},
@@ -226,7 +261,14 @@ def test_a_loop_clips_each_stage_by_its_whole_norm(found):
 
 
 def test_refuses(found):
-    words = ("bf16", "'auto' with width=2", "width=3 does not divide", "LossParallel")
+    words = (
+        "DTensors with width=2",
+        "Averaging with width=2",
+        "bf16",
+        "'auto' with width=2",
+        "width=3 does not divide",
+        "LossParallel",
+    )
     for of_process in found:
         for message, expected_words in zip(of_process["refused"], words, strict=True):
             assert expected_words in message

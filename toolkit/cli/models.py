@@ -113,6 +113,9 @@ def _parameters(config: DictConfig) -> set[str] | None:
 def described_samples(config: DictConfig) -> "SampleSet | None":
     """Return the samples of ``data=...``, for which a model is analysed; None without them.
 
+    Args:
+        config: with ``data``, ``shape`` and ``classes``.
+
     Raises:
         UserError: ``shape`` or ``classes`` is given, too.
     """

@@ -154,7 +154,7 @@ def _statistics_bytes(stage: fx.GraphModule) -> int:
     evaluated_modules = evaluated(stage)
     n_bytes = 0
     for name, module in stage.named_modules():
-        # A norm in evaluation does not change its statistics, so it has none to send.
+        # A norm in evaluation keeps its statistics: there is nothing to send.
         if not isinstance(module, _BatchNorm) or name in evaluated_modules:
             continue
         if module.running_mean is not None:

@@ -14,7 +14,12 @@ from typing import Any
 from toolkit.cost.affordable_delay import affordable_schedule, fastest, step_seconds
 from toolkit.cost.hardware import UNIT, Hardware
 from toolkit.cost.stage_costs import unit_costs
-from toolkit.cost.worker_forms import BUCKETS, CostsOf, DataParallelJob, fastest_form
+from toolkit.cost.worker_forms import (
+    LEAST_STAGES,
+    CostsOf,
+    DataParallelJob,
+    fastest_cdp,
+)
 from toolkit.errors import UserError, whole
 from toolkit.format import digits
 from toolkit.schedule import FRESHEST, catalog
@@ -23,7 +28,6 @@ from toolkit.schedule.steady_state import footprint
 WITHIN = 0.1
 """Share of a step that the fresher weights of the affordable delay may cost."""
 _BACKWARD = 2.0  # by a forward
-_STAGES = 8  # or a few more: as many for each worker
 # Bandwidth within a machine by that between machines: NVLink and 25 Gbit/s.
 _LOCAL = 100.0
 
@@ -103,9 +107,9 @@ def assess_situation(situation: Situation) -> dict[str, Any]:
     """
     n_workers = situation.workers
     n_stages = n_workers
-    # As many stages for each worker, _STAGES or more.
+    # As many stages for each worker, LEAST_STAGES or more.
     if situation.placement == "per_microbatch":
-        n_stages = n_workers * -(-_STAGES // n_workers)
+        n_stages = n_workers * -(-LEAST_STAGES // n_workers)
     costs = unit_costs(n_stages, backward=_BACKWARD)
     hardware = _hardware(situation)
     dp_schedule = catalog.data_parallel(
@@ -156,20 +160,16 @@ def assess_model(costs_of: CostsOf, hardware: Hardware, workers: int) -> dict[st
         ``machine``, ``workers``; ``ratio``, M/C; ``ddp`` in seconds; the ``time`` of a step by that
         of DDP, the mean ``staleness`` in steps and the ``form`` of ``cdp_v1`` and ``cdp_v2``.
     """
-    bucket_costs = costs_of(1, BUCKETS)
-    parameter_bytes = sum(cost.parameter_bytes for cost in bucket_costs)
-    compute_seconds = sum(sum(cost.seconds(hardware)) for cost in bucket_costs)
-    ddp_seconds = DataParallelJob(costs_of, hardware, workers).form().seconds
+    job = DataParallelJob(costs_of, hardware, workers)
+    ddp_seconds = job.form().seconds
     row: dict[str, Any] = {
         "machine": hardware.name,
         "workers": workers,
-        "ratio": parameter_bytes / hardware.link_bandwidth / compute_seconds,
+        "ratio": job.link_ratio,
         "ddp": ddp_seconds,
     }
-    n_stages = workers * -(-_STAGES // workers)
     for name, delay in (("cdp_v1", 1), ("cdp_v2", FRESHEST)):
-        schedule = catalog.cyclic(workers, delay, n_stages=n_stages)
-        form = fastest_form(schedule, costs_of, hardware)
+        form = fastest_cdp(costs_of, hardware, workers, delay)
         row[f"{name}_time"] = form.seconds / ddp_seconds
         row[f"{name}_staleness"] = form.schedule.mean_staleness
         row[f"{name}_form"] = form.words

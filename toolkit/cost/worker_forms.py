@@ -26,6 +26,8 @@ if TYPE_CHECKING:
 
 BUCKETS = "buckets"
 """The cut of a model into the buckets of DistributedDataParallel."""
+LEAST_STAGES = 8
+"""Stages of a model, or a few more: as many for each worker."""
 CUTS = ("flops", "parameters")
 """Measures that the fastest form chooses from."""
 TIMED_STEPS = 16
@@ -189,6 +191,14 @@ class DataParallelJob:
         """Costs of the model, one entry per bucket."""
         return self.costs_of(1, BUCKETS)
 
+    @property
+    def link_ratio(self) -> float:
+        """M/C: time in which all parameters cross a link once, by a step's computing time."""
+        costs = self.bucket_costs
+        parameter_bytes = sum(cost.parameter_bytes for cost in costs)
+        compute_seconds = sum(sum(cost.seconds(self.hardware)) for cost in costs)
+        return parameter_bytes / self.hardware.link_bandwidth / compute_seconds
+
     def form(
         self, costs: Costs | None = None, hardware: Hardware | None = None
     ) -> Form:
@@ -242,6 +252,22 @@ def fastest_form(
         timeline = steady_timeline(candidate, costs, hardware, optimizer_words)
         forms.append(Form(candidate, partition, timeline))
     return min(forms, key=lambda form: form.seconds)
+
+
+def fastest_cdp(
+    costs_of: CostsOf, hardware: Hardware, workers: int, delay: Any
+) -> Form:
+    """Return the fastest form of CDP with a worker per rank.
+
+    Args:
+        costs_of: of the model.
+        hardware: the machines.
+        workers: ranks; as many stages, or a few more if there are few.
+        delay: as of :func:`toolkit.schedule.catalog.cyclic`.
+    """
+    n_stages = workers * -(-LEAST_STAGES // workers)
+    schedule = catalog.cyclic(workers, delay, n_stages=n_stages)
+    return fastest_form(schedule, costs_of, hardware)
 
 
 def _candidates(

@@ -115,20 +115,20 @@ def by_epoch(epochs: pd.DataFrame, measure: Metric = ACCURACY) -> Curves:
 
 
 def own_curves(
-    kept: pd.DataFrame, own: pd.DataFrame, measure: Metric = ACCURACY
+    kept_epochs: pd.DataFrame, own_epochs: pd.DataFrame, measure: Metric = ACCURACY
 ) -> Curves:
     """Return kept and own runs of the rules that both have, cut to the shortest run.
 
     Args:
-        kept: a row for each epoch of each kept run, as :func:`by_epoch` takes them.
-        own: likewise of the reader's own runs.
+        kept_epochs: a row for each epoch of each kept run, as :func:`by_epoch` takes them.
+        own_epochs: likewise of the reader's own runs.
         measure: accuracy or loss.
 
     Raises:
         UserError: no rule is in both, or several runs of a rule have the same seed.
     """
-    kept_curves = by_epoch(kept, measure)
-    own_curves = by_epoch(own, measure)
+    kept_curves = by_epoch(kept_epochs, measure)
+    own_curves = by_epoch(own_epochs, measure)
     curves: Curves = {}
     for label, runs_of_rule in (("kept", kept_curves), ("own", own_curves)):
         for rule, runs in runs_of_rule.items():

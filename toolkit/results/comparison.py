@@ -138,7 +138,7 @@ def train_all(
     check_runs(options, build, keys)
     n_epochs = options["epochs"] * len(keys)
     with (
-        Progress(n_epochs, shown=is_rank_zero()) as progress,
+        Progress(n_epochs, visible=is_rank_zero()) as progress,
         Signals().heard() as signals,
     ):
         for key in keys:

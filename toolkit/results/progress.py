@@ -39,11 +39,11 @@ class RunProgress(Protocol):
 class _EpochBar:
     """A bar over epochs, closed at the end of its context."""
 
-    def __init__(self, n_epochs: int, *, shown: bool, interval: float) -> None:
+    def __init__(self, n_epochs: int, *, visible: bool, interval: float) -> None:
         self._is_narrow = _terminal_is_narrow()
         self._bar = tqdm(
             total=n_epochs,
-            disable=not shown,
+            disable=not visible,
             bar_format=_NARROW if self._is_narrow else _FULL,
             mininterval=interval,
         )
@@ -62,12 +62,12 @@ class Progress(_EpochBar):
 
     Args:
         n_epochs: epochs of all runs together.
-        shown: whether this process shows the bar.
+        visible: whether this process shows the bar.
         interval: seconds between two refreshes; by default 0.2 on a terminal and 10 elsewhere.
     """
 
     def __init__(
-        self, n_epochs: int, *, shown: bool = True, interval: float | None = None
+        self, n_epochs: int, *, visible: bool = True, interval: float | None = None
     ) -> None:
         if interval is None:
             interval = _interval()
@@ -79,7 +79,7 @@ class Progress(_EpochBar):
         self._epoch_samples = 0
         self._losses: list[Tensor] = []  # of the epoch so far
         self._figures = self._note = ""
-        super().__init__(n_epochs, shown=shown, interval=interval)
+        super().__init__(n_epochs, visible=visible, interval=interval)
 
     def run(self, name: str) -> None:
         """Begin a run."""
@@ -167,7 +167,7 @@ class ParallelProgress(_EpochBar):
         self._n_runs = n_runs
         self._runs_done = 0
         self._epochs: dict[tuple[str, int], float] = {}  # done, by run
-        super().__init__(n_epochs, shown=True, interval=_interval())
+        super().__init__(n_epochs, visible=True, interval=_interval())
         self._bar.set_description_str(f"0/{self._n_runs} runs")
 
     def trained(self, run: tuple[str, int], n_epochs: float) -> None:

@@ -206,7 +206,7 @@ class Ledger:
     Args:
         path: the file, whose rows are there at the start if ``resume`` is true.
         keys: columns of whole numbers that identify and order the rows.
-        here: whether this process writes.
+        writes: whether this process writes the file.
     """
 
     def __init__(
@@ -215,11 +215,11 @@ class Ledger:
         keys: Sequence[str],
         *,
         resume: bool = False,
-        here: bool = True,
+        writes: bool = True,
     ) -> None:
         self.path = path
         self.keys = tuple(keys)
-        self.here = here
+        self.writes = writes
         self._rows: dict[tuple[int, ...], PlainRow] = {}
         self._columns: dict[str, None] = {}  # in order
         self._on_disk = False  # whether the file has all rows
@@ -237,7 +237,7 @@ class Ledger:
         # written as a whole, since a row replaces another or the heading changes.
         expected_size = len(self._rows) + len(rows), len(self._columns)
         self._take(rows)
-        if not rows or not self.here:
+        if not rows or not self.writes:
             return
         try:
             if self._on_disk and (len(self._rows), len(self._columns)) == expected_size:

@@ -79,16 +79,16 @@ class RunRecorder:
         self.profile = Profile(
             run.recorded_options.get("profile", 0),
             folder / "profile.json",
-            here=is_writer,
+            writes=is_writer,
         )
         self.delays = Ledger(
-            folder / "delays.csv", ["step", "stage"], resume=resume, here=is_writer
+            folder / "delays.csv", ["step", "stage"], resume=resume, writes=is_writer
         )
         # A comparison writes the epochs of its runs itself, once a run has ended.
         self._epochs: Ledger | None = None
         if comparison is None:
             self._epochs = Ledger(
-                folder / "epochs.csv", ["epoch"], resume=resume, here=is_writer
+                folder / "epochs.csv", ["epoch"], resume=resume, writes=is_writer
             )
         self._name = f"{run.schedule.name}, seed {run.options.seed}"
         self._tracking = track(

@@ -312,7 +312,7 @@ def _epochs_of_runs(comparison: Run) -> dict[tuple[str, int], list[Numbers]]:
 
 
 def _ended_run(run: Run, comparison: Run) -> Run | None:
-    """Return a run of a comparison with its state, or None if it has not ended."""
+    """Return an ended run of a comparison with its state; None if the run is unfinished."""
     comparison_has_ended = comparison.state == "finished"
     has_all_epochs = len(run.epochs) == comparison.config.get("epochs")
     diverged_epoch = _diverged_in(run.epochs)

@@ -126,9 +126,8 @@ class SumCompressor:
                 " before; expected the same weights in each step. Use compression=none"
             )
         content, new_error = quantize_with_error(numbers, error, self.bits)
-        self._residuals[hop] = self._recent(
-            (*residuals, Residual(_int(i.step), new_error))
-        )
+        assert i.step is not None
+        self._residuals[hop] = self._recent((*residuals, Residual(i.step, new_error)))
         return CompressedSum(exact | {CODES: content}, form)
 
     def _recent(self, residuals: tuple[Residual, ...]) -> tuple[Residual, ...]:
@@ -140,8 +139,3 @@ class SumCompressor:
         oldest_step = residuals[-1].step - self.lead
         n_old = sum(residual.step < oldest_step for residual in residuals)
         return residuals[max(0, n_old - 1) :]
-
-
-def _int(step: int | None) -> int:
-    assert step is not None
-    return step

@@ -31,11 +31,11 @@ class Divisible(Protocol):
     """Batches whose parts a process can load separately."""
 
     def parts(
-        self, n_parts: int, wanted: Callable[[int], Sequence[int]]
+        self, n_parts: int, parts_of_batch: Callable[[int], Sequence[int]]
     ) -> Iterable[GlobalBatch]:
-        """Yield of each batch k those of its ``n_parts`` equal parts that are in ``wanted(k)``.
+        """Yield of each batch k those of its ``n_parts`` equal parts in ``parts_of_batch(k)``.
 
-        Batches with no wanted part are left out.
+        Batches without such a part are left out.
         """
         ...
 

@@ -136,7 +136,7 @@ class Rank:
 
         Args:
             i: a forward of the last stage, whose loss the caller computes.
-            gradients: gradient of each output, of :meth:`LossValue.root`; None where it has none.
+            gradients: of the outputs, from :meth:`LossValue.root`; None without a gradient.
             count: count of the loss, shape ``[]``; None for a mean.
         """
         self._give_input_gradients(i._replace(stage=i.stage + 1), gradients, count)

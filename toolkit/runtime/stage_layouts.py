@@ -85,7 +85,7 @@ def find_layouts(
             forwards.append(_Forward(tensors, stage_inputs, outputs))
             stage_inputs = _next_inputs(outputs)
 
-        # 2. Backwards. They show which tensors have a gradient, and of which type.
+        # 2. Backwards: they find which tensors get a gradient, and its type.
         backwards: list[_Backward] = []
         output_gradients: Sequence[Tensor | None] = [
             torch.empty_like(tensor) for tensor in stage_inputs
@@ -181,7 +181,7 @@ def _fake(tensor: Tensor, device: torch.device) -> Tensor:
 def _gradients(
     outputs: Values, output_gradients: Sequence[Tensor | None], leaves: list[Tensor]
 ) -> list[Tensor | None]:
-    """Return the gradient of each of ``leaves``; None where it has none."""
+    """Return the gradients of ``leaves``; None for a leaf that gets no gradient."""
     roots = []
     root_gradients = []
     for output, gradient in zip(outputs, output_gradients, strict=True):

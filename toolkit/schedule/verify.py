@@ -188,7 +188,7 @@ class _Machine:
         if action == BACKWARD_WEIGHT:
             if key not in memory.halves:
                 raise RefusedError(
-                    "the first half of this backward has not been done here"
+                    "this rank has not run the first half of this backward"
                 )
             memory.halves.remove(key)
         # Most ops read one version; `reads` makes a tuple of what a corrected one reads.

@@ -75,7 +75,7 @@ def read_checkpoint(path: Path) -> dict[str, Any]:
     try:
         state = torch.load(io.BytesIO(payload), map_location="cpu", weights_only=True)
     except Exception as error:
-        # torch.load raises anything on what torch.save has not written.
+        # On other bytes than those of torch.save, torch.load raises exceptions of any type.
         raise DamagedCheckpointError(
             f"{path} was not written by this toolkit: {shortened(first_line(error))}"
         ) from error

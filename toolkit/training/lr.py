@@ -54,7 +54,12 @@ class Constant:
 
 @dataclass(frozen=True)
 class Step(Constant):
-    """A rate that is multiplied by ``gamma`` every ``every_epochs`` epochs."""
+    """A rate that is multiplied by a factor after every few epochs.
+
+    Attributes:
+        every_epochs: epochs from one product to the next.
+        gamma: the factor.
+    """
 
     every_epochs: int = 30
     gamma: float = 0.1

@@ -21,7 +21,7 @@ Batch = tuple[Tensor, Tensor]
 Chosen = Iterable[tuple[Tensor, Tensor]]
 """Sample numbers ``[n]`` and random numbers ``[k, n]`` of each batch, on the CPU."""
 
-Wanted = Callable[[int], Sequence[int]]
+PartsOfBatch = Callable[[int], Sequence[int]]
 """A function from a batch's number to the parts of that batch to read."""
 
 
@@ -46,10 +46,19 @@ class Source(ABC):
 
 @dataclass(frozen=True)
 class Batches:
-    """A sized iterable of the batches of one epoch, or of the test, those numbered in ``span``.
+    """A sized iterable of the batches of one epoch, or of the test.
 
-    Random numbers are drawn on the CPU, from ``generator`` on, so every device sees the same
-    samples; the test has no generator. Of ``n_parts`` equal parts of a batch, ``wanted`` are read.
+    Attributes:
+        source: where samples come from.
+        order: numbers of the samples, ``[n]``.
+        batch_size: samples of a batch.
+        span: numbers of the batches that are read.
+        device: where batches are made.
+        generator: of random numbers, which are drawn on the CPU, so that every device sees the
+            same samples. The test has none.
+        seed: of random numbers that a process draws for its part alone.
+        n_parts: equal parts of a batch.
+        parts_of_batch: takes the number of a batch, and returns those of its parts to read.
     """
 
     source: Source
@@ -60,7 +69,7 @@ class Batches:
     generator: torch.Generator | None = None
     seed: int = 0
     n_parts: int = 1
-    wanted: Wanted = lambda batch: (0,)
+    parts_of_batch: PartsOfBatch = lambda batch: (0,)
 
     def __len__(self) -> int:
         return len(self.span)
@@ -69,14 +78,14 @@ class Batches:
         """Return the batches from number ``first`` up to, but without, ``last``."""
         return replace(self, span=self.span[first:last])
 
-    def parts(self, n_parts: int, wanted: Wanted) -> Iterator[Batch]:
+    def parts(self, n_parts: int, parts_of_batch: PartsOfBatch) -> Iterator[Batch]:
         """See :class:`toolkit.runtime.microbatches.Divisible`."""
         if self.batch_size % n_parts:
             raise UserError(
                 f"a batch of {self.batch_size} samples cannot be divided into {n_parts}"
                 f" micro-batches of equal size: make it a multiple of {n_parts}"
             )
-        return iter(replace(self, n_parts=n_parts, wanted=wanted))
+        return iter(replace(self, n_parts=n_parts, parts_of_batch=parts_of_batch))
 
     def __iter__(self) -> Iterator[Batch]:
         return self.source.read(self._drawn(), self.seed, self.device)
@@ -90,7 +99,7 @@ class Batches:
         #     number        -1      0       1
         #     yielded             3   5   6   8
         #
-        # with batch_size=3, span=range(1, 3), n_parts=3 and parts 0 and 2 wanted of each batch.
+        # with batch_size=3, span=range(1, 3), n_parts=3 and parts 0 and 2 of each batch.
         batches = self.order.split(self.batch_size)[: self.span.stop]
         for batch_number, sample_numbers in enumerate(batches, start=-self.span.start):
             # Drawn for every whole batch from the first on: a part, or a range of batches, then
@@ -98,7 +107,7 @@ class Batches:
             random_numbers = self.source.draw(len(sample_numbers), generator)
             if batch_number < 0:
                 continue
-            part_numbers = [*self.wanted(batch_number)]
+            part_numbers = [*self.parts_of_batch(batch_number)]
             if part_numbers:
                 rows_of_parts = torch.arange(len(sample_numbers)).view(self.n_parts, -1)
                 rows = rows_of_parts[part_numbers].flatten()

@@ -25,7 +25,7 @@ from toolkit.schedule import CHAINS, Schedule
 
 
 @dataclass
-class Prediction:
+class SimulationRow:
     """A row of the table: a schedule in its fastest form, the baseline, or a rival of it.
 
     Attributes:
@@ -58,7 +58,7 @@ class Prediction:
 
 
 @dataclass
-class Predictor:
+class SimulationTable:
     """Simulates schedules in their fastest form, and DistributedDataParallel as their baseline.
 
     Attributes:
@@ -87,8 +87,8 @@ class Predictor:
         """The machines as one device of every rank sees them."""
         return self.width.hardware_of_ranks
 
-    def predict(self, name: str, schedule: Schedule) -> list[Prediction]:
-        """Return the prediction of a schedule; before it that of its baseline, if that is new."""
+    def rows_of(self, name: str, schedule: Schedule) -> list[SimulationRow]:
+        """Return the row of a schedule; before it that of its baseline, if that is new."""
         best_form = fastest_form(
             schedule,
             partial(self.costs_of_program, state=schedule.state),
@@ -97,9 +97,9 @@ class Predictor:
             cuts=self.cuts,
             optimizer_words=self.optimizer_words,
         )
-        predictions = self._baseline_of(schedule)
+        rows = self._baseline_of(schedule)
         is_late = best_form.schedule.max_staleness > 0
-        prediction = Prediction(
+        row = SimulationRow(
             name,
             best_form,
             n_samples=self.batch * schedule.n_microbatches,
@@ -109,7 +109,7 @@ class Predictor:
             baseline=self._baselines.get(self._baseline_key(schedule)),
             width=self.width.devices,
         )
-        return [*predictions, prediction]
+        return [*rows, row]
 
     def _baseline_key(self, schedule: Schedule) -> tuple[int, int]:
         """Return the numbers of devices and of micro-batches."""
@@ -126,7 +126,7 @@ class Predictor:
         costs = self.costs_of(n_stages, cut)
         return compressed_costs(costs, self.compression, state=state)
 
-    def _baseline_of(self, schedule: Schedule) -> list[Prediction]:
+    def _baseline_of(self, schedule: Schedule) -> list[SimulationRow]:
         """Return the baseline of a schedule in a list, which is empty if there is no new one.
 
         There is none for one device, or if workers would have unequal numbers of micro-batches.
@@ -137,14 +137,14 @@ class Predictor:
             return []
         form = self._job(n_ranks, n_microbatches).form()
         self._baselines[key] = form.seconds
-        prediction = Prediction(
+        row = SimulationRow(
             form.schedule.name,
             form,
             n_samples=self.batch * n_microbatches,
             accuracy=accuracy_class("none", is_late=False),
             baseline=form.seconds,
         )
-        return [prediction]
+        return [row]
 
     def _job(self, n_ranks: int, n_microbatches: int) -> DataParallelJob:
         """Return the training of the whole model on every device."""
@@ -156,45 +156,40 @@ class Predictor:
             optimizer_words=self.optimizer_words,
         )
 
-    def draw(self, prediction: Prediction, n_steps: int) -> Timeline:
+    def draw(self, row: SimulationRow, n_steps: int) -> Timeline:
         """Simulate the ``n_steps`` that the figure and traces show."""
-        form = prediction.form
+        form = row.form
         schedule = form.schedule
         costs = self.costs_of_program(schedule.n_stages, form.partition, schedule.state)
         state_bytes = [self.optimizer_words * cost.parameter_bytes for cost in costs]
         program = schedule.lower(n_steps).verify()
         timeline = simulate(program, costs, self.hardware, state_bytes)
-        prediction.drawn = replace(timeline, name=prediction.name)
-        return prediction.drawn
+        row.drawn = replace(timeline, name=row.name)
+        return row.drawn
 
-    def row(self, prediction: Prediction) -> dict[str, Any]:
-        """Return a row of the table."""
-        form = prediction.form
-        ratio = (
-            f"{prediction.seconds / prediction.baseline:.2f}"
-            if prediction.baseline
-            else "-"
+    def cells(self, row: SimulationRow) -> dict[str, Any]:
+        """Return the cells of a row, by heading."""
+        form = row.form
+        ratio = "-"
+        if row.baseline:
+            ratio = f"{row.seconds / row.baseline:.2f}"
+        cells: dict[str, Any] = {"schedule": row.name, "by DDP's time": ratio}
+        cells |= summary(
+            form.timeline, row.n_samples, self.hardware, averaging=row.averaging
         )
-        row: dict[str, Any] = {"schedule": prediction.name, "by DDP's time": ratio}
-        row |= summary(
-            form.timeline,
-            prediction.n_samples,
-            self.hardware,
-            averaging=prediction.averaging,
-        )
-        row["devices"] = row["ranks"] * prediction.width
-        row["mean staleness"] = round(form.schedule.mean_staleness, 3)
-        return row | {"form": form.words, "accuracy": prediction.accuracy}
+        cells["devices"] = cells["ranks"] * row.width
+        cells["mean staleness"] = round(form.schedule.mean_staleness, 3)
+        return cells | {"form": form.words, "accuracy": row.accuracy}
 
-    def rivals(self) -> list[Prediction]:
+    def rivals(self) -> list[SimulationRow]:
         """Return what people use on slow links, if messages are compressed."""
         if self.compression == "none":
             return []
-        predictions = []
+        rows = []
         for (n_ranks, n_microbatches), baseline in self._baselines.items():
             job = self._job(n_ranks, n_microbatches)
             for rival in rivals_on_slow_links(job, self.compression):
-                prediction = Prediction(
+                row = SimulationRow(
                     rival.name,
                     rival.form,
                     n_samples=self.batch * n_microbatches,
@@ -202,5 +197,5 @@ class Predictor:
                     baseline=baseline,
                     averaging=rival.averaging,
                 )
-                predictions.append(prediction)
-        return predictions
+                rows.append(row)
+        return rows

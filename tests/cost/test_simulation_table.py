@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 
 from toolkit.cost import Hardware, StageCost
-from toolkit.cost.predictor import Predictor
+from toolkit.cost.simulation_table import SimulationTable
 from toolkit.cost.tensor_width import Width
 from toolkit.schedule import catalog
 
@@ -25,43 +25,43 @@ def costs_of(n_stages, cut):
 
 
 @pytest.fixture
-def predictor():
+def table():
     width = Width(1, FAST, 1.0)
-    return Predictor(costs_of, costs_of, width, batch=8, optimizer_words=1.0)
+    return SimulationTable(costs_of, costs_of, width, batch=8, optimizer_words=1.0)
 
 
-def test_the_baseline_comes_once_before_the_first_schedule(predictor):
-    baseline, cdp = predictor.predict("CDP", catalog.cyclic(2))
+def test_the_baseline_comes_once_before_the_first_schedule(table):
+    baseline, cdp = table.rows_of("CDP", catalog.cyclic(2))
     assert (baseline.name, cdp.name) == ("DDP", "CDP")
     assert baseline.seconds == pytest.approx(6)
     assert cdp.seconds == pytest.approx(6)
     assert (baseline.n_samples, cdp.n_samples, cdp.baseline) == (16, 16, 6)
-    (again,) = predictor.predict("CDP-v1", catalog.cyclic(2, 1))
+    (again,) = table.rows_of("CDP-v1", catalog.cyclic(2, 1))
     assert again.baseline == pytest.approx(6)
 
 
-def test_one_device_and_unequal_workers_have_no_baseline(predictor):
-    (alone,) = predictor.predict("one", catalog.gradient_accumulation(2, 3))
+def test_one_device_and_unequal_workers_have_no_baseline(table):
+    (alone,) = table.rows_of("one", catalog.gradient_accumulation(2, 3))
     assert alone.baseline is None
-    (unequal,) = predictor.predict("1F1B", catalog.one_f_one_b(2, 3))
-    assert predictor.row(unequal)["by DDP's time"] == "-"
+    (unequal,) = table.rows_of("1F1B", catalog.one_f_one_b(2, 3))
+    assert table.cells(unequal)["by DDP's time"] == "-"
 
 
-def test_rows_are_of_the_steady_state_and_drawn_steps_of_their_number(predictor):
-    *_, cdp = predictor.predict("CDP", catalog.cyclic(2))
-    timeline = predictor.draw(cdp, 3)
+def test_rows_are_of_the_steady_state_and_drawn_steps_of_their_number(table):
+    *_, cdp = table.rows_of("CDP", catalog.cyclic(2))
+    timeline = table.draw(cdp, 3)
     assert {span.step for span in timeline.spans} == {0, 1, 2}
     assert cdp.drawn.name == "CDP"
-    row = predictor.row(cdp)
+    row = table.cells(cdp)
     assert (row["schedule"], row["by DDP's time"], row["devices"]) == ("CDP", "1.00", 2)
     assert row["accuracy"] == "late weights"
 
 
-def test_rivals_stand_beside_compressed_messages_alone(predictor):
-    predictor.predict("CDP", catalog.cyclic(2, 1))
-    assert predictor.rivals() == []
-    compressed = replace(predictor, compression="bf16")
-    compressed.predict("CDP", catalog.cyclic(2, 1))
+def test_rivals_stand_beside_compressed_messages_alone(table):
+    table.rows_of("CDP", catalog.cyclic(2, 1))
+    assert table.rivals() == []
+    compressed = replace(table, compression="bf16")
+    compressed.rows_of("CDP", catalog.cyclic(2, 1))
     names = [rival.name for rival in compressed.rivals()]
     assert any("DDP" in name for name in names)
     assert all(rival.baseline == pytest.approx(6) for rival in compressed.rivals())
