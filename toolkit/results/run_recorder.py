@@ -79,7 +79,7 @@ class RunRecorder:
         self.profile = Profile(
             run.recorded_options.get("profile", 0),
             folder / "profile.json",
-            writes=is_writer,
+            traces=is_writer,
         )
         self.delays = Ledger(
             folder / "delays.csv", ["step", "stage"], resume=resume, writes=is_writer

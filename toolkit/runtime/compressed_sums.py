@@ -58,8 +58,9 @@ class SumCompressor:
 
     Attributes:
         error_feedback: whether what a message lost is added to the next one.
-        lead: number of training steps by which this rank may be ahead of a rank that reads its
-            state. None: states are read when all ranks are between the same steps.
+        lead: the most training steps that this rank may be ahead of a rank that reads its state, as
+            :meth:`RankCompressor.follow_loop` sets it. None: states are read only when all ranks
+            have done the same number of steps.
     """
 
     def __init__(self, bits: int) -> None:
@@ -79,7 +80,7 @@ class SumCompressor:
         """Return what the last messages of the first ``steps_done`` training steps lost.
 
         Args:
-            steps_done: a number of steps that is at most :attr:`lead` behind; None: all so far.
+            steps_done: at most :attr:`lead` fewer than this rank has done; None: all so far.
         """
         errors: dict[int, dict[int, Tensor]] = {}
         # A copy: another thread may add a hop.
@@ -118,8 +119,8 @@ class SumCompressor:
         error = None
         if self.error_feedback and residuals:
             error = residuals[-1].error
-        # The error has a place for each number: a weight that gets its first gradient later moves
-        # them.
+        # The error is one flat vector. A weight that gets its first gradient later shifts all
+        # places behind it.
         if error is not None and error.shape != numbers.shape:
             raise UserError(
                 f"compression: stage {i.stage} has {len(numbers)} gradients, and {len(error)}"
@@ -134,8 +135,8 @@ class SumCompressor:
         """Return those of ``residuals`` that a state may still need."""
         if self.lead is None:
             return residuals[-1:]
-        # The reader is between steps. It has ended at least those before the oldest step here, so
-        # its state has the last residual before that step, and none from earlier.
+        # The reader has done all steps before oldest_step. Its state needs the newest residual of
+        # these, or a later one.
         oldest_step = residuals[-1].step - self.lead
-        n_old = sum(residual.step < oldest_step for residual in residuals)
-        return residuals[max(0, n_old - 1) :]
+        n_before_oldest = sum(residual.step < oldest_step for residual in residuals)
+        return residuals[max(0, n_before_oldest - 1) :]

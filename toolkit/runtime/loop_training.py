@@ -172,7 +172,7 @@ class LoopTraining:
         if self._saved is not None:
             weights = runtime.whole_weights()
             runtime.load_state_dict(
-                self._saved.of_runtime(runtime, self._optimizers, weights)
+                self._saved.for_runtime(runtime, self._optimizers, weights)
             )
             runtime.module()
             self._saved = None

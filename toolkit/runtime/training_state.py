@@ -26,8 +26,8 @@ class TrainingState:
         steps_done: number of training steps.
         optimizer: the optimizer's state of each parameter.
         options: the options of each parameter's group, as its stage's optimizer has them.
-        versions: late weights that are still read, by version and name; of compressed messages also
-            the newest, which are not the model's.
+        versions: late weights that are still read, by version and name. With compressed messages
+            also the newest as receivers decode it, which differs from the model's exact weights.
         averages: the moving averages of weights and running statistics, if any.
         n_averaged: number of updates in them.
         n_skipped: updates of each stage that were skipped since they were not finite; their
@@ -107,7 +107,7 @@ class TrainingState:
             stages=[list(names) for names in trained],
         )
 
-    def of_runtime(
+    def for_runtime(
         self,
         runtime: "LoopRuntime",
         optimizers: StageOptimizers,
@@ -120,13 +120,12 @@ class TrainingState:
         stages = []
         same_stages = self._same_stages(runtime)
         for stage, names in enumerate(runtime.trained):
-            newest = {name: weights[name] for name in names}
-            travelling = self.versions.get(step, {})
+            decoded = self.versions.get(step, {})
             if stage not in same_stages and not sends_differences(schedule.state):
-                # Their message is lost, so the exact weights are compressed anew.
-                travelling = {}
-            newest = {name: travelling.get(name, newest[name]) for name in names}
-            stage_versions = {step: newest}
+                # The message of these weights was of another stage: compress the exact ones anew.
+                decoded = {}
+            newest = {name: decoded.get(name, weights[name]) for name in names}
+            stage_versions = {}
             for version in schedule.versions(stage, step):
                 # A weight that was frozen until now has been the same all the time.
                 stale_weights = self.versions.get(version, {})
@@ -134,7 +133,7 @@ class TrainingState:
                     name: stale_weights.get(name, newest[name]) for name in names
                 }
             versions.append(stage_versions | {step: newest})
-            stages.append(self._of_stage(names, runtime, stage, optimizers))
+            stages.append(self._stage_entry(names, runtime, stage, optimizers))
         return {
             "steps_done": step,
             "model": weights,
@@ -165,7 +164,8 @@ class TrainingState:
         stages they mean nothing. Messages of such a stage begin anew.
         """
         if not runtime.is_compressed:
-            return self.ranks  # which is refused, if there is any
+            # rank_compression.check_ranks_state refuses it, if there is any.
+            return self.ranks
         ranks = {}
         for rank, entries in self.ranks.items():
             errors = {}
@@ -179,22 +179,23 @@ class TrainingState:
                     messages[stage] = {
                         version: message
                         for version, message in entries["weights"][stage].items()
-                        # Not of weights that the script has replaced since.
+                        # A script that replaces weights empties the versions: messages of them
+                        # are stale.
                         if version in versions[stage] and version in self.versions
                     }
                 ranks[rank]["weights"] = messages
         return ranks
 
-    def _of_stage(
+    def _stage_entry(
         self,
         names: Sequence[str],
         runtime: "LoopRuntime",
-        j: int,
+        stage: int,
         optimizers: StageOptimizers,
     ) -> dict[str, Any]:
         average = None
         if runtime.options.ema is not None and self.averages is not None:
-            expected = runtime.averaged_names(j)
+            expected = runtime.averaged_names(stage)
             stage_averages = {
                 name: self.averages[name] for name in expected if name in self.averages
             }

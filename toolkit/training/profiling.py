@@ -57,15 +57,15 @@ class Profile:
     Args:
         n_steps: number of steps to trace; 0: none.
         path: file of the trace, in Chrome's JSON format.
-        here: whether to trace this process.
+        traces: whether to trace this process.
     """
 
-    def __init__(self, n_steps: int, path: Path, here: bool = True) -> None:
+    def __init__(self, n_steps: int, path: Path, traces: bool = True) -> None:
         check_profile(n_steps)
         self.path = path
         self.written = False
         self._profiler: profiler.profile | None = None
-        if n_steps and here:
+        if n_steps and traces:
             activities = [profiler.ProfilerActivity.CPU]
             if torch.cuda.is_available():
                 activities.append(profiler.ProfilerActivity.CUDA)
