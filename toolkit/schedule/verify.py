@@ -188,7 +188,7 @@ class _Machine:
         if action == BACKWARD_WEIGHT:
             if key not in memory.halves:
                 raise RefusedError(
-                    "this rank has not run the first half of this backward"
+                    "the first half of this backward has not run on this rank"
                 )
             memory.halves.remove(key)
         # Most ops read one version; `reads` makes a tuple of what a corrected one reads.
