@@ -19,6 +19,7 @@ import pytest
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ["WANDB_MODE"] = "disabled"
+os.environ["WANDB_ERROR_REPORTING"] = "false"  # and no threads that send telemetry
 signal.signal(signal.SIGINT, signal.default_int_handler)
 gc.disable()
 

@@ -21,7 +21,7 @@ from tests.stages import cut
 from tests.thorough import more
 from toolkit.errors import UserError
 from toolkit.model import partition
-from toolkit.runtime import SingleProcess, StepOptions, by_name, join
+from toolkit.runtime import SingleProcess, StepOptions, baselines, by_name, join
 from toolkit.runtime.baselines import DDP, FSDP, DelayedAllReduce, TorchPipelining, fsdp
 from toolkit.runtime.baselines.ddp import WholeModel
 from toolkit.runtime.baselines.torch_pipelining import rank_orders
@@ -302,6 +302,19 @@ def test_follows_the_schedule(found, name):
                     got_outputs, true_outputs, rtol=1e-9, atol=1e-12
                 )
             assert sorted(seen) == list(microbatches)  # each reported once
+
+
+def test_every_baseline_is_compared_with_a_trajectory():
+    from tests.runtime import test_local_steps, test_other_systems  # which import this module
+
+    compared = {case.make for case in CASES.values()}
+    compared |= {make for make, *_ in test_local_steps.LOCAL.values()}
+    compared |= {
+        case.make
+        for cases in test_other_systems.CASES.values()
+        for case in cases.values()
+    }
+    assert compared == {getattr(baselines, name) for name in baselines._MODULES}
 
 
 @pytest.mark.parametrize(
