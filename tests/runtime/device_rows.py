@@ -146,7 +146,8 @@ def cases():
 
 
 def cut(model, schedule):
-    example = torch.zeros(2, 4, 6, dtype=torch.float64)
+    dtype = next(model.parameters()).dtype
+    example = torch.zeros(2, 4, 6, dtype=dtype)
     return partition(model, schedule.n_stages, example, by="parameters")
 
 
@@ -202,6 +203,7 @@ def odd_jobs() -> dict[str, Any]:
         "mesh": _in_mesh(world),
         "refused": _refused(world),
         "peaks": _peaks(world),
+        "16 bits": _in_16_bits(world),
     }
 
 
@@ -260,6 +262,32 @@ def _peaks(world):
     runtime = on_devices(world, *case, by_columns_and_rows, record=1, overlap=False)
     list(runtime.run(batches(4)[:1]))
     return runtime.measurements().peak_weights()
+
+
+IN_16_BITS = {
+    "DP": (catalog.data_parallel(2), by_columns_and_rows),
+    "CDP-v1": (catalog.cyclic(2, 1), by_columns_and_rows),
+    "CDP-v2": (catalog.cyclic(2), by_sequence),
+    "1F1B": (catalog.one_f_one_b(2, 4), by_sequence),
+}
+BF16 = StepOptions(precision="bf16")
+
+
+def single_batches(n_microbatches):
+    return [
+        (inputs.float(), targets.float()) for inputs, targets in batches(n_microbatches)
+    ]
+
+
+def _in_16_bits(world):
+    """Final weights of 32 bits, by case; stages compute in 16, and so do their collectives."""
+    found = {}
+    for name, (schedule, parallelize) in IN_16_BITS.items():
+        model = blocks().float()
+        runtime = on_devices(world, schedule, sgd, BF16, parallelize, model=model)
+        list(runtime.run(single_batches(schedule.n_microbatches)))
+        found[name] = copy.deepcopy(runtime.module().state_dict())
+    return found
 
 
 def _refused(world):
