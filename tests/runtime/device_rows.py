@@ -47,6 +47,19 @@ def blocks(dropout=0.0):
     return model
 
 
+class NormedBlock(Block):
+    """Normalises each of 4 tokens by the batch."""
+
+    def __init__(self, dropout):
+        super().__init__(dropout)
+        self.norm = nn.BatchNorm1d(4)
+
+
+def normed_blocks(dropout=0.0):
+    torch.manual_seed(0)
+    return nn.Sequential(*(NormedBlock(dropout) for _ in range(4))).double()
+
+
 def batches(n_microbatches, steps=STEPS):
     generator = torch.Generator().manual_seed(1)
     shape = (2 * n_microbatches, 4, 6)
@@ -204,6 +217,7 @@ def odd_jobs() -> dict[str, Any]:
         "refused": _refused(world),
         "peaks": _peaks(world),
         "16 bits": _in_16_bits(world),
+        "norms": _with_norms(world),
     }
 
 
@@ -286,6 +300,25 @@ def _in_16_bits(world):
         model = blocks().float()
         runtime = on_devices(world, schedule, sgd, BF16, parallelize, model=model)
         list(runtime.run(single_batches(schedule.n_microbatches)))
+        found[name] = copy.deepcopy(runtime.module().state_dict())
+    return found
+
+
+WITH_NORMS = {
+    "DP": catalog.data_parallel(2),
+    "CDP-v2": catalog.cyclic(2),
+    "1F1B": catalog.one_f_one_b(2, 4),
+}
+
+
+def _with_norms(world):
+    """Final weights and running statistics, by case."""
+    found = {}
+    for name, schedule in WITH_NORMS.items():
+        runtime = on_devices(
+            world, schedule, sgd, CLIPPED, by_columns_and_rows, model=normed_blocks()
+        )
+        list(runtime.run(batches(schedule.n_microbatches)))
         found[name] = copy.deepcopy(runtime.module().state_dict())
     return found
 

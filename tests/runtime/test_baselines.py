@@ -305,7 +305,10 @@ def test_follows_the_schedule(found, name):
 
 
 def test_every_baseline_is_compared_with_a_trajectory():
-    from tests.runtime import test_local_steps, test_other_systems  # which import this module
+    from tests.runtime import (  # which import this module
+        test_local_steps,
+        test_other_systems,
+    )
 
     compared = {case.make for case in CASES.values()}
     compared |= {make for make, *_ in test_local_steps.LOCAL.values()}

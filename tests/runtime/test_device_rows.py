@@ -135,6 +135,14 @@ def test_the_rounding_of_devices_is_less_than_the_effect_of_a_delay(odd_jobs):
         )
 
 
+@pytest.mark.parametrize("name", device_rows.WITH_NORMS)
+def test_running_statistics_are_those_of_all_ranks(odd_jobs, name):
+    case = device_rows.WITH_NORMS[name], device_rows.sgd, device_rows.CLIPPED
+    runtime, _ = in_one_process(*case, model=device_rows.normed_blocks())
+    for found in odd_jobs:
+        assert_same(found["norms"][name], runtime.module().state_dict())
+
+
 def test_takes_a_mesh(odd_jobs):
     runtime, _ = in_one_process(
         catalog.gpipe(2, 4), device_rows.sgd, device_rows.CLIPPED

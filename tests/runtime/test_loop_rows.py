@@ -15,6 +15,7 @@ from tests.runtime.device_rows import (
     blocks,
     by_columns_and_rows,
     by_sequence,
+    normed_blocks,
     sgd,
     single,
 )
@@ -36,10 +37,10 @@ CASES = {
 N_BEFORE = 2
 
 
-def wrap(world, name, **options):
+def wrap(world, name, model=None, **options):
     schedule, optimizer, step_options, parallelize = CASES[name]
     return CyclicDataParallel(
-        blocks(),
+        model or blocks(),
         partition="parameters",
         **{
             "optimizer": optimizer,
@@ -179,6 +180,32 @@ def refused(world):
     return messages
 
 
+def odd_models(world, width):
+    """Weights of models with norms and dropout, and of loops of different lengths."""
+    options = {}
+    if width == 1:
+        options = {"width": 1, "parallelize": None}
+    found = {}
+    for name in ODD_RULES:
+        torch.manual_seed(7)
+        net = wrap(world, name, normed_blocks(0.3), **options)
+        found["dropout", name] = state(train(net, batches(2)))
+        net = wrap(world, name, normed_blocks(), **options)
+        n_steps = STEPS - net.world.rank  # rank 1 ends a step before the other
+        with net.join():
+            train(net, batches(2)[:n_steps])
+        found["uneven", name] = state(net)
+    return found
+
+
+ODD_RULES = ("v1 SGD", "v2 AdamW", "DP")
+ODD_CASES = [(model, rule) for model in ("dropout", "uneven") for rule in ODD_RULES]
+
+
+def job_of_one_device():
+    return odd_models(join(device="cpu"), 1)
+
+
 def job():
     world = join(device="cpu")
     found = {name: trained(world, name) for name in CASES}
@@ -186,6 +213,7 @@ def job():
     found["evaluated"] = evaluated(world)
     found["clipped"] = clipped_by_the_loop(world)
     found["refused"] = refused(world)
+    found["odd"] = odd_models(world, 2)
     return found
 
 
@@ -209,6 +237,17 @@ def test_follows_the_single_process(found, name):
     for of_process in found:
         assert_same(of_process[name]["first"], first, 1e-10, 1e-10)
         assert_same(of_process[name]["last"], last, 1e-10, 1e-10)
+
+
+@pytest.fixture(scope="module")
+def of_one_device():
+    return launch(job_of_one_device, 2)[0]
+
+
+@pytest.mark.parametrize("case", ODD_CASES)
+def test_follows_ranks_of_one_device(found, of_one_device, case):
+    for of_process in found:
+        assert_same(of_process["odd"][case], of_one_device[case], 1e-10, 1e-10)
 
 
 @pytest.mark.parametrize("name", CASES)

@@ -21,6 +21,7 @@ from toolkit.model.loss_parallel import is_loss_parallel
 from toolkit.model.node_costs import meta_copy
 from toolkit.model.sharded_module import ShardedModule, Sharding, parallelized
 from toolkit.model.traced_stage import in_training
+from toolkit.runtime.microbatch_norm import NormGroup, replace_norms
 from toolkit.runtime.process_group.columns import Parallelize, Row
 from toolkit.runtime.sharded_draws import seed_shards
 
@@ -59,8 +60,10 @@ class ShardedStage:
             row.compute,
             gathers,
         )
-        skeleton = cast(fx.GraphModule, meta_copy(stage))
+        skeleton = in_training(cast(fx.GraphModule, meta_copy(stage)))
         skeleton = _parallelized(skeleton, row.trace, parallelize, row)
+        # As in the modules that compute: messages of gradients have the statistics of norms, too.
+        replace_norms(skeleton, NormGroup())
         self.skeleton = ShardedModule(skeleton, row.trace, gathers)
         self.shardings: dict[str, Sharding] = {}
         self._has_alike_gradients = False  # of weights that every device has whole
