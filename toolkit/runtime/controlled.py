@@ -64,10 +64,12 @@ class Controlled(Runtime):
             since on the same data: at most so many, with the same results. None: a lost rank ends
             the training.
         **arguments: ``lr_scheduler``, ``seed`` and ``options`` as in ``Runtime``; other arguments
-            of ``Distributed``, such as ``record``; ``backend``, ``timeout`` and ``interface`` of
+            of ``Distributed``, such as ``record``, or ``width`` and ``parallelize``, with which the
+            controller has ``width`` processes a rank; ``backend``, ``timeout`` and ``interface`` of
             the default controller, as of :class:`Controller`.
 
     Attributes:
+        width: number of processes of a rank.
         kept: the latest copy, as :meth:`state_dict` returns it; None before the first.
         recoveries: a row for each time that a rank was lost.
 
@@ -97,13 +99,19 @@ class Controlled(Runtime):
         runtime_arguments = {name: arguments[name] for name in names}
         super().__init__(stages, schedule, optimizer, loss, **runtime_arguments)
 
+        # No mesh: this process is none of the devices.
+        self.width = whole(arguments.get("width", 1), "width", 1)
+        n_processes = schedule.n_ranks * self.width
         if controller is None:
-            controller = shared(schedule.n_ranks, **join_options)
+            controller = shared(n_processes, **join_options)
         self._processes = controller.processes
-        if self._processes.n_ranks != schedule.n_ranks:
+        if self._processes.n_ranks != n_processes:
+            of_devices = ""
+            if self.width > 1:
+                of_devices = f" of {self.width} devices"
             raise UserError(
-                f"the schedule has {schedule.n_ranks} ranks and the controller"
-                f" {self._processes.n_ranks}: use Controller(ranks={schedule.n_ranks})"
+                f"the schedule has {schedule.n_ranks} ranks{of_devices} and the controller"
+                f" {self._processes.n_ranks} processes: use Controller(ranks={n_processes})"
             )
         on_cpu = self._device is not None and self._device.type == "cpu"
         self._device = None  # batches are cut where they are
@@ -192,7 +200,7 @@ class Controlled(Runtime):
             self.recoveries.append(Recovery(reason, self.steps_done, restart, seconds))
 
     def _call_on_ranks(self, method: str, *args: Any) -> list[Any]:
-        """Call a method of every rank's ``Distributed``; return the results, ``[rank]``.
+        """Call a method of every process's ``Distributed``; return the results, ``[process]``.
 
         Where a rank is lost meanwhile, the ranks continue from the kept state and are asked again.
         """
@@ -308,16 +316,17 @@ class Controlled(Runtime):
         chunked = [tensor.chunk(n_microbatches) for tensor in (*inputs, targets)]
         # Ranks that read the same micro-batches get one message, which is pickled once.
         receivers: defaultdict[tuple[int, ...], list[int]] = defaultdict(list)
-        for rank in range(self._processes.n_ranks):
-            receivers[tuple(microbatches_read(self.schedule_plan, rank, step))].append(
-                rank
-            )
-        for microbatches, ranks in receivers.items():
+        # Consecutive processes are the devices of a rank.
+        for process in range(self._processes.n_ranks):
+            rank = process // self.width
+            read = tuple(microbatches_read(self.schedule_plan, rank, step))
+            receivers[read].append(process)
+        for microbatches, processes in receivers.items():
             if microbatches:
                 *rank_inputs, rank_targets = (
                     packed(chunks, microbatches) for chunks in chunked
                 )
-                self._processes.send((tuple(rank_inputs), rank_targets), ranks)
+                self._processes.send((tuple(rank_inputs), rank_targets), processes)
 
     def set_schedule(self, schedule_plan: Schedule) -> None:
         """Train by ``schedule_plan`` from the next step on; see :meth:`Runtime.set_schedule`."""

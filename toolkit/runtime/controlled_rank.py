@@ -60,7 +60,8 @@ def train_steps(n_steps: int, keep: bool) -> tuple[bool, dict[str, Any] | None]:
     """
     assert _training is not None
     for result in _training.run(_ReceivedBatches(), n_steps):  # type: ignore[arg-type]
-        if result.microbatches:
+        # The other devices of the rank have the same losses.
+        if result.microbatches and _training.is_first_device:
             counts = repeat(None) if result.counts is None else result.counts.cpu()
             losses = map(LossValue, result.losses.cpu(), counts)
             report((result.step, dict(zip(result.microbatches, losses, strict=True))))
@@ -75,7 +76,7 @@ def call_method(name: str, *args: Any) -> Any:
 
     Returns:
         Its result on the CPU; None on other ranks than the first, whose result is the same, except
-        for ``local_state``.
+        for ``local_state``. The devices of a rank return the same.
     """
     assert _training is not None
     value = getattr(_training, name)(*args)

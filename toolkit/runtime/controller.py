@@ -50,7 +50,7 @@ class Controller(RankPool):
     does a training that is not exhausted, after Ctrl-C or ``break``; the next one starts new ones.
 
     Args:
-        ranks: number of processes.
+        ranks: number of processes: one a rank, or with ``width=2`` two.
         hosts: addresses of their machines, nodes of a running Ray cluster; none: this machine.
         backend, timeout, interface: as of :func:`toolkit.runtime.join`.
 
@@ -75,7 +75,8 @@ class Controller(RankPool):
 
         Args:
             stages: the model, partitioned.
-            schedule: a schedule of as many stages, and of as many ranks as the controller has.
+            schedule: a schedule of as many stages, and of as many ranks as the controller has, or
+                with ``width`` of so many times fewer.
             optimizer: function from the list of a stage's parameters to its optimizer.
             loss: mean loss of a micro-batch, from what the model returns, and targets; or its sum
                 and count, see :class:`~toolkit.runtime.base.Runtime`.

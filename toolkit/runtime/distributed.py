@@ -170,8 +170,12 @@ class Distributed(OnRanks):
     @property
     def writes(self) -> bool:
         """Whether this process writes files for all; see :meth:`Runtime.writes`."""
-        is_first_device = self._row is None or self._row.row.device_index == 0
-        return self.rank == 0 and is_first_device
+        return self.rank == 0 and self.is_first_device
+
+    @property
+    def is_first_device(self) -> bool:
+        """Whether this process is the first device of its rank, or the only one."""
+        return self._row is None or self._row.row.device_index == 0
 
     def _sharded_stage(self, index: int) -> "ShardedStage | None":
         if self._row is None:
