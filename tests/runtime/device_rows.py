@@ -159,8 +159,8 @@ def cases():
 
 
 def cut(model, schedule):
-    dtype = next(model.parameters()).dtype
-    example = torch.zeros(2, 4, 6, dtype=dtype)
+    weight = next(model.parameters())
+    example = torch.zeros(2, 4, 6, dtype=weight.dtype, device=weight.device)
     return partition(model, schedule.n_stages, example, by="parameters")
 
 
@@ -202,6 +202,22 @@ def train_all(names=None) -> dict[str, Any]:
             "averages": runtime.averages(),
             "losses": losses,
         }
+    return found
+
+
+def on_gpus() -> dict[str, Any]:
+    """Final weights under CDP-v2 and GPipe, on the CPU; two ranks of two devices."""
+    world = join()
+    found = {}
+    for name, schedule, parallelize in (
+        ("CDP-v2", catalog.cyclic(2), by_columns_and_rows),
+        ("GPipe", catalog.gpipe(2, 4), by_sequence),
+    ):
+        model = blocks().to(world.device)
+        runtime = on_devices(world, schedule, sgd, CLIPPED, parallelize, model=model)
+        list(runtime.run(batches(schedule.n_microbatches)))
+        state = runtime.module().state_dict()
+        found[name] = {key: tensor.cpu() for key, tensor in state.items()}
     return found
 
 

@@ -64,6 +64,18 @@ def test_on_eight_processes(name):
         assert_same(found, runtime.module().state_dict())
 
 
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+def test_on_gpus():
+    """By NCCL where there are four; else they share what there is, over gloo."""
+    schedules = {"CDP-v2": catalog.cyclic(2), "GPipe": catalog.gpipe(2, 4)}
+    for found in launch(device_rows.on_gpus, 4):
+        for name, schedule in schedules.items():
+            case = schedule, device_rows.sgd, device_rows.CLIPPED
+            runtime, _ = in_one_process(*case)
+            assert_same(found[name], runtime.module().state_dict())
+
+
 def test_replicated_activations_draw_alike(odd_jobs):
     case = catalog.cyclic(2), device_rows.sgd, StepOptions()
     runtime, _ = in_one_process(*case, model=device_rows.blocks(0.3), seed=5)
