@@ -31,7 +31,7 @@ from tqdm.auto import tqdm
 from toolkit.cli import entry_point, output_folder
 from toolkit.cli.check_options import check_counts, counts
 from toolkit.errors import UserError, check_seconds
-from toolkit.format import bytes_in
+from toolkit.format import MIB, bytes_in
 from toolkit.terminal import show, show_activity, show_import
 
 if TYPE_CHECKING:
@@ -79,6 +79,12 @@ def limits_of(config: DictConfig) -> dict[str, float]:
     }
     if config.memory is not None:
         limits["memory"] = bytes_in(config.memory)
+        # Stages of a file may be a toy's; those of a model are not.
+        if limits["memory"] < MIB and config.costs is None:
+            raise UserError(
+                f"memory={config.memory} is less than a MiB; expected the memory of a rank with its"
+                f" unit, such as memory={config.memory}GiB"
+            )
     return limits
 
 

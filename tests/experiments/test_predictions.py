@@ -462,6 +462,7 @@ plan widths=[3] ranks=6 batch=6 hardware=machines_of_8 | width=3 .* 8
 plan model=resnet8 widths=[2] | width=2: .* Sequential
 plan pilot=true data=digits widths=[1,2] | pilot=true .* widths=\[1, 2\]
 plan memory=16GB/s | memory .* 16GB/s
+plan memory=32 | memory=32GiB
 plan staleness=-1 | staleness .* got -1
 plan model.target=my_package.broken | my_package.broken gives a int
 simulate schedule.file=nowhere.csv | nowhere.csv
