@@ -56,6 +56,9 @@ def test_follows_the_single_process(controller, name):
     assert losses == pytest.approx(expected_losses, abs=1e-10)
     assert_same(controller.module().state_dict(), runtime.module().state_dict())
     assert_same(controller.runtime.averages(), runtime.averages())
+    devices = [(row["rank"], row["device"]) for row in controller.status()]
+    assert devices == [(0, 0), (0, 1), (1, 0), (1, 1)]
+    assert "<th>device</th>" in controller._repr_html_()
 
 
 def test_its_state_is_that_of_one_device_a_rank(controller):

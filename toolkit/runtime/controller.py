@@ -113,26 +113,38 @@ class Controller(RankPool):
         return self.runtime
 
     def status(self) -> list[dict[str, Any]]:
-        """Return a row per rank: its number, its process, whether it runs, and where it is now."""
+        """Return a row per process: its rank, whether it runs, and where it is now.
+
+        Where the latest training's ranks are several devices, also the number of the device.
+        """
         processes = self.processes.process_ids
         rank_records = {}
         if self.processes.store:
             rank_records = records(self.processes.store, len(processes))
+        width = 1
+        if isinstance(self.runtime, Controlled):
+            width = self.runtime.width
         rows = []
-        for rank, process in sorted(processes.items()):
-            alive = rank in self.processes.alive
+        for index, process in sorted(processes.items()):
+            alive = index in self.processes.alive
             # Here a rank that has just ended is seen before its fork server reports it.
             if alive and not self.processes.on_other_machines:
                 alive = not Process(process).gone
-            position = rank_records[rank].position if rank in rank_records else "start"
-            rows.append(
-                {"rank": rank, "process": process, "alive": alive, "at": position}
-            )
+            position = "start"
+            if index in rank_records:
+                position = rank_records[index].position
+            row = {"rank": index // width}
+            if width > 1:
+                row["device"] = index % width
+            rows.append(row | {"process": process, "alive": alive, "at": position})
         return rows
 
     def _repr_html_(self) -> str:
-        lines = ["<tr><th>rank</th><th>process</th><th>alive</th><th>at</th></tr>"]
+        lines: list[str] = []
         for row in self.status():
+            if not lines:
+                names = (f"<th>{name}</th>" for name in row)
+                lines.append(f"<tr>{''.join(names)}</tr>")
             cells = (f"<td>{html.escape(str(value))}</td>" for value in row.values())
             lines.append(f"<tr>{''.join(cells)}</tr>")
         return f"<table>{''.join(lines)}</table>"
