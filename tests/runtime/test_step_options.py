@@ -358,7 +358,7 @@ def test_a_stage_is_compiled_for_every_number_of_microbatches(monkeypatch):
     """As they come under random delays: more than torch compiles by default."""
     made = counted_graphs(monkeypatch)
     # Not the limit that is in force: timm, once imported, makes it a million.
-    monkeypatch.setattr(torch._dynamo.config, "recompile_limit", 8)
+    limit = torch._dynamo.config.patch(recompile_limit=8)
     sizes = range(1, 12)
     stage = fx.symbolic_trace(
         nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2)).double()
@@ -369,10 +369,11 @@ def test_a_stage_is_compiled_for_every_number_of_microbatches(monkeypatch):
     )
     for size in [*sizes, *sizes]:
         batch = (torch.randn(3 * size, 2, dtype=torch.float64),)
-        runs = [
-            runner.forward(runner.newest(), batch, range(size), 0)
-            for runner in (plain, found)
-        ]
+        with limit:
+            runs = [
+                runner.forward(runner.newest(), batch, range(size), 0)
+                for runner in (plain, found)
+            ]
         torch.testing.assert_close(*runs)
         found.take_statistics()
     assert len(made) == len(sizes)
