@@ -186,6 +186,12 @@ def on_devices(
     )
 
 
+def weights_after(runtime, of_steps):
+    """Train, and return a copy of all weights and buffers."""
+    list(runtime.run(of_steps))
+    return copy.deepcopy(runtime.module().state_dict())
+
+
 def train_all(names=None) -> dict[str, Any]:
     """States, averages and losses of the cases."""
     world = join(device="cpu")
@@ -215,8 +221,7 @@ def on_gpus() -> dict[str, Any]:
     ):
         model = blocks().to(world.device)
         runtime = on_devices(world, schedule, sgd, CLIPPED, parallelize, model=model)
-        list(runtime.run(batches(schedule.n_microbatches)))
-        state = runtime.module().state_dict()
+        state = weights_after(runtime, batches(schedule.n_microbatches))
         found[name] = {key: tensor.cpu() for key, tensor in state.items()}
     return found
 
@@ -243,8 +248,7 @@ ADAMW_1F1B = (catalog.one_f_one_b(2, 4), adamw, CLIPPED)
 def _dropped(world, parallelize):
     case = catalog.cyclic(2), sgd, StepOptions()
     runtime = on_devices(world, *case, parallelize, model=blocks(0.3), seed=5)
-    list(runtime.run(batches(2)))
-    return copy.deepcopy(runtime.module().state_dict())
+    return weights_after(runtime, batches(2))
 
 
 def _draws_of_shards(world):
@@ -274,16 +278,14 @@ def _switched(world):
     runtime = on_devices(world, *case, by_columns_and_rows)
     list(runtime.run(batches(2)[:2]))
     runtime.switch(catalog.gpipe(2, 2))
-    list(runtime.run(batches(2)[2:]))
-    return copy.deepcopy(runtime.module().state_dict())
+    return weights_after(runtime, batches(2)[2:])
 
 
 def _in_mesh(world):
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("schedule", "tensor"))
     case = catalog.gpipe(2, 4), sgd, CLIPPED
     runtime = on_devices(world, *case, by_columns_and_rows, width=mesh)
-    list(runtime.run(batches(4)))
-    return copy.deepcopy(runtime.module().state_dict())
+    return weights_after(runtime, batches(4))
 
 
 def _peaks(world):
@@ -315,8 +317,7 @@ def _in_16_bits(world):
     for name, (schedule, parallelize) in IN_16_BITS.items():
         model = blocks().float()
         runtime = on_devices(world, schedule, sgd, BF16, parallelize, model=model)
-        list(runtime.run(single_batches(schedule.n_microbatches)))
-        found[name] = copy.deepcopy(runtime.module().state_dict())
+        found[name] = weights_after(runtime, single_batches(schedule.n_microbatches))
     return found
 
 
@@ -334,8 +335,7 @@ def _with_norms(world):
         runtime = on_devices(
             world, schedule, sgd, CLIPPED, by_columns_and_rows, model=normed_blocks()
         )
-        list(runtime.run(batches(schedule.n_microbatches)))
-        found[name] = copy.deepcopy(runtime.module().state_dict())
+        found[name] = weights_after(runtime, batches(schedule.n_microbatches))
     return found
 
 
@@ -410,5 +410,4 @@ def of_four_devices(name: str) -> dict[str, Any]:
     (case,) = [case for case in cases() if case[0] == name]
     _, schedule, optimizer, options, parallelize = case
     runtime = on_devices(world, schedule, optimizer, options, parallelize, width=4)
-    list(runtime.run(batches(schedule.n_microbatches)))
-    return copy.deepcopy(runtime.module().state_dict())
+    return weights_after(runtime, batches(schedule.n_microbatches))

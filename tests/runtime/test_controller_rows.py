@@ -80,8 +80,11 @@ def test_training_continues_when_a_device_is_lost(controller, name):
             os.kill(controller.processes.process_ids[3], signal.SIGKILL)
     runtime, expected_losses = expected(name)
     assert losses == pytest.approx(expected_losses, abs=1e-10)
-    assert [row.restart for row in controller.runtime.recoveries] == [2]
     assert_same(controller.module().state_dict(), runtime.module().state_dict())
+    # The device may have finished its steps before the signal came.
+    (recovery,) = controller.runtime.recoveries
+    assert recovery.restart in (2, 4)
+    assert 0 <= recovery.step - recovery.restart <= 2
 
 
 @pytest.mark.parametrize(

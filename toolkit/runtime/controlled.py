@@ -306,7 +306,7 @@ class Controlled(Runtime):
         measured, local_states = zip(*self._processes.results(), strict=True)
         self._measures = any(measured)
         if self._keep_every is not None:
-            self.kept = join_states(local_states)
+            self.kept = join_states(local_states[:: self.width])
 
     def _send(self, share: Share, step: int) -> None:
         """Send each rank the micro-batches of ``share`` that it reads at ``step``."""
@@ -358,7 +358,7 @@ class Controlled(Runtime):
     def local_state(self) -> dict[str, Any]:
         """Return what the ranks add to the state together; see :meth:`Runtime.local_state`."""
         self._check_ended()
-        return reduce(merged, self._call_on_ranks("local_state"))
+        return reduce(merged, self._local_states())
 
     def state_dict(self) -> dict[str, Any]:
         """Return a copy of all state; see :meth:`Runtime.state_dict`."""
@@ -366,7 +366,11 @@ class Controlled(Runtime):
         return self._joined_state()
 
     def _joined_state(self) -> dict[str, Any]:
-        return join_states(self._call_on_ranks("local_state"))
+        return join_states(self._local_states())
+
+    def _local_states(self) -> list[dict[str, Any]]:
+        """Return what each rank adds to the state, which its first device sends."""
+        return self._call_on_ranks("local_state")[:: self.width]
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Continue from ``state``; see :meth:`Runtime.load_state_dict`."""

@@ -76,11 +76,13 @@ def call_method(name: str, *args: Any) -> Any:
 
     Returns:
         Its result on the CPU; None on other ranks than the first, whose result is the same, except
-        for ``local_state``. The devices of a rank return the same.
+        for ``local_state``. None on other devices of a rank than the first.
     """
     assert _training is not None
     value = getattr(_training, name)(*args)
-    if _training.rank and name != "local_state":
+    # Each rank has a state of its own; devices of a rank have gathered the same.
+    speaks = _training.is_first_device if name == "local_state" else _training.writes
+    if not speaks:
         return None
     if isinstance(value, nn.Module):
         value = value.state_dict()
