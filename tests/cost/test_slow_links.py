@@ -33,7 +33,7 @@ def test_whole_messages_take_what_the_situation_says():
     assert whole["ddp"] == situation["ddp"]
     for rule in ("cdp_v1", "cdp_v2"):
         assert whole[rule] / whole["ddp"] == situation[f"{rule}_time"]
-    assert [rival["cdp_v1"] for rival in rivals] == [None, None]
+    assert [rival["cdp_v1"] for rival in rivals[:2]] == [None, None]
 
 
 def test_smaller_messages_take_less_time_under_every_rule():
@@ -47,8 +47,17 @@ def test_smaller_messages_take_less_time_under_every_rule():
     assert rows[3]["ddp"] == ddp_rival(job, "powersgd", 4).seconds
     assert rows[4]["ddp"] == local_sgd_rival(job).seconds
     methods = [row["method"] for row in rows]
-    assert methods == ["none", "int8", "int4", "powersgd", "local_sgd"]
+    assert methods == ["none", "int8", "int4", "powersgd", "local_sgd", "free_links"]
     assert {row["whole_ddp"] for row in rows} == {rows[0]["ddp"]}
+
+
+def test_no_method_undercuts_free_links():
+    *rows, free = assess_slow_links(costs_of, LINKS, WORKERS, ["none", "int4"])
+    for rule in ("ddp", "cdp_v1", "cdp_v2"):
+        assert free[rule] == pytest.approx(24)  # forward and backward
+        seconds = [row[rule] for row in rows if row[rule] is not None]
+        assert min(seconds) > 0.999 * free[rule]
+        assert max(seconds) > 1.5 * free[rule]
 
 
 def test_times_are_divided_by_those_of_whole_messages():

@@ -1,7 +1,9 @@
 """Who is fastest on slow links: compressed messages with and without late weights, and rivals."""
 
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 from functools import partial
+from math import inf
 from typing import Any
 
 from toolkit.cost.compression import COMPRESSIONS, compressed_costs
@@ -13,6 +15,9 @@ from toolkit.errors import check_choice
 from toolkit.schedule import FRESHEST
 
 LOCAL_SGD = "local_sgd"
+FREE_LINKS = "free_links"
+"""No method: what a step takes where messages take no time, which none can undercut."""
+
 METHODS = {
     "none": "whole",
     "fp16": "16 bits",
@@ -21,6 +26,7 @@ METHODS = {
     "int4": "4 bits",
     "powersgd": f"rank {LOW_RANKS[0]}",
     LOCAL_SGD: f"an average every {PERIOD} steps",
+    FREE_LINKS: "on free links",
 }
 """What travels, by the ``method`` of a row."""
 
@@ -31,7 +37,7 @@ def assess_slow_links(
     """Simulate a model with a worker per rank, by every way to make messages small.
 
     CDP-v1 and CDP-v2 run in their fastest form. PowerSGD and local SGD have no form with late
-    weights.
+    weights. The last row bounds what smaller messages can reach.
 
     Args:
         costs_of: costs of the model's stages on a micro-batch.
@@ -40,7 +46,7 @@ def assess_slow_links(
         compressions: of :data:`toolkit.cost.compression.COMPRESSIONS`.
 
     Yields:
-        a row for each compression, then one of PowerSGD and one of local SGD: ``machine``,
+        a row for each compression, then of PowerSGD, local SGD and free links: ``machine``,
         ``workers``; ``ratio``, M/C; ``method``; ``whole_ddp``, seconds of a step of DDP that
         compresses nothing; ``ddp``, ``cdp_v1`` and ``cdp_v2``, seconds of a step by the method,
         None where the rule has no such form.
@@ -76,6 +82,25 @@ def assess_slow_links(
             "cdp_v1": None,
             "cdp_v2": None,
         }
+    free = free_links(hardware)
+    yield machine | {
+        "method": FREE_LINKS,
+        "ddp": job.form(hardware=free).seconds,
+        "cdp_v1": fastest_cdp(costs_of, free, workers, 1).seconds,
+        "cdp_v2": fastest_cdp(costs_of, free, workers, FRESHEST).seconds,
+    }
+
+
+def free_links(hardware: Hardware) -> Hardware:
+    """Return ``hardware`` with a machine for each rank, and messages that take no time."""
+    return replace(
+        hardware,
+        link_bandwidth=inf,
+        link_latency=0.0,
+        ranks_per_machine=1,
+        local_bandwidth=inf,
+        local_latency=0.0,
+    )
 
 
 def _compressed(costs_of: CostsOf, compression: str, n_stages: int, cut: Cut) -> Costs:
