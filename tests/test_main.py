@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.thorough import thorough
 from toolkit import __main__ as console
 
 ROOT = Path(__file__).parents[1]
@@ -114,6 +115,7 @@ def started(
     return subprocess.run(command, check=False, timeout=300, **given)
 
 
+@thorough
 def test_a_wheel_trains_from_any_folder(installed, tmp_path):
     sizes = (
         "model=resnet8",
@@ -133,6 +135,7 @@ def test_a_wheel_trains_from_any_folder(installed, tmp_path):
     assert f"cyclic-dp train resume={result.parent}" in unlike.stderr
 
 
+@thorough
 def test_a_wheel_has_help_and_benchmarks(installed, tmp_path):
     helped = started(installed, tmp_path, "plan", "--help")
     assert "cyclic-dp plan [OPTION=VALUE ...]" in helped.stdout, helped.stderr

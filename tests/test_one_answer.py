@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from tests.experiments.command import complete
+from tests.thorough import thorough
 from toolkit.cost import Hardware
 from toolkit.cost.situations import assess_model
 from toolkit.cost.worker_forms import BUCKETS, ModelCosts, best_rule
@@ -46,6 +47,7 @@ def situation(model):
     }
 
 
+@thorough
 def test_simulate(situation, tmp_path):
     options = (
         "model=resnet50",
@@ -65,6 +67,7 @@ def test_simulate(situation, tmp_path):
         assert float(row["by DDP's time"]) == pytest.approx(ratio, abs=0.006)
 
 
+@thorough
 def test_explorer(situation):
     explorer = Explorer("cdp_v1", N, N, compare="cdp_v2", hardware=ETHERNET)
     explorer.costs.value = "resnet50"
@@ -75,6 +78,7 @@ def test_explorer(situation):
         assert analysis.form.seconds == pytest.approx(situation[name], **TOLERANCE)
 
 
+@thorough
 def test_plan(situation, model):
     """Candidates as the plan enumerates them, predicted as it confirms them."""
     predictor = Predictor(ETHERNET, Limits(), 1.0)
@@ -100,6 +104,7 @@ def test_plan(situation, model):
         assert min(seconds) == pytest.approx(situation[name], **TOLERANCE)
 
 
+@thorough
 def test_the_wrapper_takes_what_a_plan_would(situation, model):
     """A step of staleness counts as a tenth of the time: DP here."""
     schedule, cut = choose_rule(model, IMAGES.example(32, "meta"), "ethernet_10", N, 1)

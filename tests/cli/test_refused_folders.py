@@ -8,6 +8,7 @@ import signal
 import pytest
 
 from tests.experiments.command import TINY, refused, run
+from tests.thorough import more
 from toolkit.cli.refused_folders import discard
 from toolkit.cli.sweeps import alone_in
 
@@ -66,7 +67,10 @@ bench bench=peak device=cpu
 """
 
 
-@pytest.mark.parametrize("line", REFUSED.strip().splitlines())
+LINES = REFUSED.strip().splitlines()
+
+
+@pytest.mark.parametrize("line", more(LINES[::3], LINES))
 def test_a_refused_command_leaves_no_folder(tmp_path, monkeypatch, line):
     monkeypatch.chdir(tmp_path)
     name, *options = shlex.split(line)

@@ -6,17 +6,19 @@ import pytest
 import yaml
 
 from experiments.papers import is_equal
+from tests.thorough import more
 from toolkit.cost.published import QUANTITIES, Setting, papers, published_values
 from toolkit.cost.published_training import Training
 from toolkit.errors import UserError
 from toolkit.schedule import catalog
 
 SLOW = ("zero_bubble",)  # as many micro-batches as there, on up to 32 ranks
+LONG = more(("controllable_memory",), ())  # ten seconds
 RATES = ("llama_3", "megatron_scaling")  # whose efficiency of products is assumed
 FILES = [
     pytest.param(path, id=path.stem)
     for path in papers()
-    if path.stem not in (*SLOW, *RATES)
+    if path.stem not in (*SLOW, *LONG, *RATES)
 ]
 
 

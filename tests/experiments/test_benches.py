@@ -50,6 +50,7 @@ def test_bench_widths(tmp_path):
         assert two["GiB a device"] <= one["GiB a device"]
 
 
+@thorough
 def test_bench_loops(tmp_path):
     small = options(model="resnet8", batch=2, rounds=2, steps=8)
     found = complete("bench", tmp_path, "bench=loops", "device=cpu", *small)["metrics"]
@@ -106,6 +107,7 @@ def test_bench_loader_reads_a_folder(tmp_path):
     )
 
 
+@thorough
 def test_bench_corrections(tmp_path):
     small = options(image_size=8, stages=2, workers=2, batch=2, rounds=2)
     found = complete("bench", tmp_path, "bench=corrections", *small)["metrics"]
@@ -133,6 +135,7 @@ def test_cuda_graphs_know_where_its_steps_begin(monkeypatch, benchmark_module):
     assert begun == ["step"]
 
 
+@thorough
 def test_bench_one_device(tmp_path):
     small = options(models="[resnet8]", microbatches="[3]", stages=4, extra_time=0.2)
     given = *small, *options(image_size=32, batch=16)
@@ -147,6 +150,7 @@ def test_bench_one_device(tmp_path):
     assert [row["computed again"] != "" for row in found] == [False, False, True]
 
 
+@thorough
 def test_bench_unlike(tmp_path):
     small = options(
         ranks=2, stages=3, microbatches=3, sleep=0.02, steps=4, search_seconds=0.5
@@ -162,6 +166,7 @@ def test_bench_unlike(tmp_path):
     )
 
 
+@thorough
 def test_bench_predictions(tmp_path):
     small = options(
         models="[resnet8]", image_size=8, batch=8, steps=4, configurations=6
@@ -197,6 +202,7 @@ def test_bench_resume(tmp_path):
     assert row == {"runtime": "single_process", "rule": "cdp_v2"} | done
 
 
+@thorough
 def test_bench_architectures(tmp_path):
     pytest.importorskip("transformers")
     short = options(libraries="[transformers]", only="[Bert]", steps=2)
@@ -209,6 +215,7 @@ def test_bench_architectures(tmp_path):
     assert not row["failed"]
 
 
+@thorough
 def test_bench_controller(tmp_path):
     small = options(batch=2, rounds=2, steps=8, ends=2, kills=3, keep_every=2)
     command = "bench=controller", "device=cpu", *small, f"hydra.run.dir={tmp_path}"

@@ -12,6 +12,7 @@ import pytest
 
 from tests.cli.test_resume import write_options
 from tests.experiments.command import TINY, complete, refused, rows, run
+from tests.thorough import thorough
 from toolkit.cli import runs, settings
 from toolkit.cli.instantiate import plain
 from toolkit.results import comparison
@@ -256,6 +257,7 @@ def test_keeps_runs_of_other_rules_and_seeds(kept):
     assert found["metrics"][0]["accuracy"] == pytest.approx(50 * (0.2 + float(top1)))
 
 
+@thorough
 def test_a_kept_comparison_grows(tmp_path):
     """From its result and the runs that ended, without the files of Hydra."""
     folder, kept = tmp_path / "whole", tmp_path / "kept"
@@ -287,6 +289,7 @@ def test_refuses_to_resume_other_folders(tmp_path):
     refused("compare", resume, *TINY, match="runs.csv .* line 2")
 
 
+@thorough
 def test_refuses_a_schedule_file_that_has_changed(tmp_path):
     file = tmp_path / "mine.csv"
     file.write_text("0F0,0F1,0B0,0B1\n1F0,1B0,1F1,1B1\n")
@@ -308,6 +311,7 @@ def test_refuses_a_schedule_file_that_has_changed(tmp_path):
     refused("compare", f"resume={folder}", "seeds=2", match="rules.mine.file_sha256=")
 
 
+@thorough
 def test_warns_and_tries_again_if_runs_cannot_be_written(tmp_path, monkeypatch):
     """And keeps the notes of runs."""
     writes = iter(range(100))

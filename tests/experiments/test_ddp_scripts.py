@@ -40,7 +40,10 @@ INSTALLED = {
     )
     for name in NAMES
 }
-every_pair = pytest.mark.parametrize("name", INSTALLED.values())
+USUAL = ("nanogpt", "imagenet")
+every_pair = pytest.mark.parametrize(
+    "name", more(USUAL, [INSTALLED[name] for name in NAMES])
+)
 
 OUTPUT = {
     "tutorial": ("--snapshot", "snapshot.pt"),
@@ -136,9 +139,9 @@ def installed_names():
 def ddp_folder(tmp_path_factory):
     """What the DDP versions save on two ranks, with and without an interruption."""
     folder = tmp_path_factory.mktemp("ddp")
-    for name in installed_names():
+    for name in more(USUAL, installed_names()):
         run_ddp(name, folder / name, 2)
-    for name, (option, half, all_) in LENGTH.items():
+    for name, (option, half, all_) in more({}, LENGTH).items():
         run_ddp(name, folder / f"resumed_{name}", 2, option, half)
         run_ddp(name, folder / f"resumed_{name}", 2, option, all_, *RESUME[name])
     return folder
@@ -407,6 +410,7 @@ def test_ddp_trains_as_a_single_process(name, ddp_folder):
     assert_equal(found, REFERENCES[name](schedule), 1e-10)
 
 
+@thorough
 @pytest.mark.parametrize("name", LENGTH)
 def test_ddp_resumes(name, ddp_folder):
     expected = parameters_of(name, ddp_folder / name)
@@ -420,9 +424,9 @@ def test_rule_dp_equals_ddp(name, ddp_folder, cdp_folders):
     assert_equal(parameters_of(name, folder), expected, 1e-12)
 
 
+@thorough
 def test_rule_dp_equals_ddp_on_three_ranks(tmp_path):
-    names = more(["nanogpt"], installed_names())
-    for name in names:
+    for name in installed_names():
         run_ddp(name, tmp_path / "ddp" / name, 3)
         run_cdp(name, tmp_path / name, 3, rule="dp")
         found = parameters_of(name, tmp_path / name)
@@ -439,12 +443,15 @@ def test_cdp_learns(name, cdp_folders):
     assert losses[-1] < 0.6 * losses[0]
 
 
-@pytest.mark.parametrize("name", ["tutorial", "imagenet", INSTALLED["huggingface"]])
+@pytest.mark.parametrize(
+    "name", ["imagenet", *more([], ["tutorial", INSTALLED["huggingface"]])]
+)
 def test_cdp_follows_the_update_rule(name, cdp_folders):
     folder, _ = cdp_folders(name, "cdp_v2")
     assert_equal(parameters_of(name, folder), single_process(name, "cdp_v2"), 1e-10)
 
 
+@thorough
 @pytest.mark.parametrize(("rule", "clip"), [("cdp_v2", 0.0), ("cdp_v1", 1.0)])
 def test_accumulated_cdp_follows_the_update_rule(rule, clip, tmp_path):
     """CDP-v2 without clipping, since a single process refuses it with the whole model's norm."""
@@ -461,6 +468,7 @@ def resumed(name, folder, rule):
     return parameters_of(name, folder), output
 
 
+@thorough
 def test_cdp_resumes_exactly_if_the_wrapped_optimizer_loads(cdp_folders, tmp_path):
     """As in the ImageNet example: the state of the optimizer has the late weights, too."""
     found, _ = resumed("imagenet", tmp_path, "cdp_v2")
@@ -468,6 +476,7 @@ def test_cdp_resumes_exactly_if_the_wrapped_optimizer_loads(cdp_folders, tmp_pat
     assert_equal(found, parameters_of("imagenet", folder), 1e-10)
 
 
+@thorough
 @pytest.mark.parametrize("name", ["tutorial", "nanogpt"])
 def test_cdp_resumes_from_weights(name, cdp_folders, tmp_path):
     """Scripts that load a state before they wrap the model continue without late weights."""
@@ -485,6 +494,7 @@ def test_rule_dp_resumes(name, cdp_folders, tmp_path):
     assert_equal(found, parameters_of(name, folder), 1e-12)
 
 
+@thorough
 def test_a_saved_language_model_trains_on(ddp_folder, tmp_path):
     """save_pretrained writes what from_pretrained reads."""
     pytest.importorskip("transformers")

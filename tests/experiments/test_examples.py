@@ -12,13 +12,14 @@ from pathlib import Path
 import pytest
 import torch
 
+from tests.thorough import more, thorough
 from tests.warm_python import run_ranks
 
 EXAMPLES = Path(__file__).parents[2] / "experiments/examples"
 NEEDED = {"accelerate_loop": "accelerate", "fabric_loop": "lightning_fabric"}
 
 
-@pytest.mark.parametrize("name", NEEDED)
+@pytest.mark.parametrize("name", more(["fabric_loop"], NEEDED))
 def test_learns_the_digits(name, tmp_path):
     pytest.importorskip(NEEDED[name])
     output = run_ranks(2, [EXAMPLES / f"{name}.py"], cwd=tmp_path, env=dict(os.environ))
@@ -26,6 +27,7 @@ def test_learns_the_digits(name, tmp_path):
     assert found[-1] > 88
 
 
+@thorough
 def test_one_is_started_as_its_users_start_it(tmp_path):
     """By torchrun; its checkpoint has the names of weights that DDP's has."""
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone"]

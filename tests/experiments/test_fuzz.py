@@ -15,7 +15,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from tests.experiments.command import EXPERIMENTS, complete
-from tests.thorough import THOROUGH, more
+from tests.thorough import THOROUGH, more, thorough
 from toolkit.training.checkpoint import _MAGIC
 
 
@@ -219,6 +219,7 @@ def original(fuzz, tmp_path_factory):
     return folder / "run"
 
 
+@thorough
 @given(st.sampled_from(ATTACKS), st.booleans() if THOROUGH else st.just(True))
 @settings(
     deadline=None,

@@ -8,6 +8,7 @@ import time
 import pytest
 
 from tests.experiments.command import TINY, complete, refused, rows, run
+from tests.thorough import thorough
 from toolkit.results import parallel_runs
 
 pytestmark = pytest.mark.usefixtures("analysed_once")
@@ -30,6 +31,7 @@ def trained(folder):
     return [row | {"samples_per_second": ""} for row in rows(folder / "runs.csv")]
 
 
+@thorough
 def test_equals_one_run_after_another(tmp_path):
     """To the bit, with the same learning rates chosen, and each run tracked."""
     one, several = tmp_path / "one", tmp_path / "several"

@@ -16,6 +16,7 @@ from tests.experiments.command import (
     run,
     succeeded,
 )
+from tests.thorough import thorough
 from toolkit.cli import build_schedule, settings
 from toolkit.cli.hydra_args import quoted
 from toolkit.cost import memory_curve
@@ -58,6 +59,7 @@ def test_memory(tmp_path, measured):
         assert 0 < float(row["reduction"]) <= float(row["largest_reduction"]) + 1e-9
 
 
+@thorough
 def test_memory_where_stages_compute_again(tmp_path):
     """It prints how to train so."""
     options = (
@@ -182,6 +184,7 @@ def test_pipelines_of_one_number_of_microbatches(tmp_path):
     assert {row["idle"] for row in rows(tmp_path / "pipelines.csv")} == {"0.0"}
 
 
+@thorough
 def test_situations(tmp_path):
     out = succeeded("situations", tmp_path, "workers=[2,3]", "ratios=[2]")
     found = rows(tmp_path / "situations.csv")
@@ -221,6 +224,7 @@ def test_simulate_with_measured_stages(tmp_path):
     assert first == again
 
 
+@thorough
 def test_simulate_counts_optimizer_state_and_recomputation(tmp_path):
     def predicted(name, *options):
         on_one = "schedule=dp", "schedule.placement=one"
@@ -255,6 +259,7 @@ def test_simulate_several_devices_a_rank(tmp_path):
     refused("simulate", *SMALL, *options, match="width=2: .* Sequential")
 
 
+@thorough
 def test_simulate_finds_messages_that_cost_late_weights_no_time(tmp_path):
     """Half of ResNet-8 is in its last stage, whose whole messages the others wait for."""
     options = (*SMALL, "stages=4", "microbatches=4", "hardware.link_latency=0")
@@ -360,6 +365,7 @@ def test_plan(tmp_path):
     assert "optimizer=nesterov" in measured["command"]
 
 
+@thorough
 def test_plan_chooses_among_widths(tmp_path):
     gpt = ("model=gpt", "model.layers=1", "model.width=16", "shape=[8]", "classes=32")
     options = ("ranks=2", "batch=2", "widths=[1,2]", "hardware=machines_of_8", "jobs=1")
@@ -372,6 +378,7 @@ def test_plan_chooses_among_widths(tmp_path):
     assert ("1 x 2" in out) == any(row["width"] == 2 for row in listed)
 
 
+@thorough
 def test_plan_searches_for_orders(tmp_path):
     search = "search=true", "search_seconds=1", "jobs=1"
     given = "model=resnet6", *SMALL[1:3], "ranks=2", "batch=2", *search
@@ -388,6 +395,7 @@ def test_plan_searches_for_orders(tmp_path):
     )
 
 
+@thorough
 def test_simulate_warns_of_different_sizes(tmp_path):
     (tmp_path / "mine.csv").write_text("0F0,0F1,0B0,0B1\n1F0,1B0,1F1,1B1\n")
     options = (f"schedule.file={tmp_path / 'mine.csv'}", "+schedule@also.dp=dp")

@@ -6,6 +6,7 @@ import pytest
 
 from tests.experiments.command import refused, rows, succeeded
 from tests.results import folders
+from tests.thorough import thorough
 
 KEY = "0123456789" * 4
 
@@ -25,6 +26,7 @@ def test_report_is_written(tmp_path, runs):
     assert [row["schedule"] for row in rows(out / "report.csv")] == ["DP", "CDP-v2"]
 
 
+@thorough
 def test_report_is_written_even_if_it_cannot_be_published(tmp_path, runs, monkeypatch):
     monkeypatch.setenv("WANDB_API_KEY", KEY)
     monkeypatch.setenv("WANDB_BASE_URL", "http://127.0.0.1:9")

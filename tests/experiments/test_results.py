@@ -15,6 +15,7 @@ from tests.experiments.command import (
     run,
     succeeded,
 )
+from tests.thorough import more, thorough
 
 pytestmark = pytest.mark.usefixtures("analysed_once")
 
@@ -80,15 +81,18 @@ def test_equal_seeds_give_equal_metrics(trained, tmp_path):
     assert metrics(other) != metrics(first)
 
 
+VARIANTS = [
+    ["schedule=gradient_accumulation", "optimizer=adamw", "lr=constant"],
+    ["schedule=dp", "lr=step", "workers=2", "stages=3", "partition=parameters"],
+    ["schedule.placement=per_stage", "partition=[layer1_0,layer2_0,fc]"],
+    ["model.width=4", "optimizer=lars", "label_smoothing=0.1", "schedule.n=2"],
+    ["data=digits", "epochs=1", "batch=150"],
+]
+
+
 @pytest.mark.parametrize(
     "arguments",
-    [
-        ["schedule=gradient_accumulation", "optimizer=adamw", "lr=constant"],
-        ["schedule=dp", "lr=step", "workers=2", "stages=3", "partition=parameters"],
-        ["schedule.placement=per_stage", "partition=[layer1_0,layer2_0,fc]"],
-        ["model.width=4", "optimizer=lars", "label_smoothing=0.1", "schedule.n=2"],
-        ["data=digits", "epochs=1", "batch=150"],
-    ],
+    more(VARIANTS[:2], VARIANTS),
     ids=" ".join,
 )
 def test_variants_of_training(tmp_path, arguments):
@@ -126,6 +130,7 @@ def test_compare(tmp_path):
     assert {key: float(found[key]) for key in metrics(single)} == metrics(single)
 
 
+@thorough
 def test_rules_of_one_name_get_labels(tmp_path):
     more = (
         "+schedule@rules.late=cdp_v1",

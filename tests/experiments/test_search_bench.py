@@ -12,6 +12,7 @@ def run(folder, **options):
     return complete("bench", folder, "bench=search", "device=cpu", *given)["metrics"]
 
 
+@thorough
 def test_known_optima(tmp_path):
     found = run(tmp_path)
     known = ["1F1B", "ZB-H1", "ZB-V", "cyclic, activations"]

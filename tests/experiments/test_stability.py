@@ -12,6 +12,7 @@ from tests.experiments.command import (
     run,
     succeeded,
 )
+from tests.thorough import thorough
 from toolkit.schedule import catalog
 
 ALSO = ("+schedule@also.v1=cdp_v1", "+schedule@also.dp=dp")
@@ -139,6 +140,7 @@ def test_tuned_rates_beside_certified_ones(tmp_path):
     assert (tmp_path / "tuned_rates.png").exists()
 
 
+@thorough
 def test_tuned_rates_of_a_model_and_how_far_gradients_turn(tmp_path, benchmark_module):
     small = [option for option in TINY if not option.startswith("epochs")]
     tuned = tmp_path / "compared"

@@ -5,6 +5,7 @@ import re
 import pytest
 
 from tests.experiments.command import TINY, cases, complete, refused, rows, run
+from tests.thorough import thorough
 
 pytestmark = pytest.mark.usefixtures("analysed_once")
 
@@ -115,6 +116,7 @@ def test_train_refuses(arguments, pattern):
     refused("train", *TINY, *arguments, match=pattern)
 
 
+@thorough
 def test_the_affordable_delay_is_a_matrix_in_the_record_and_resumes(tmp_path):
     options = (
         *TINY,

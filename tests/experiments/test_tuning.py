@@ -6,6 +6,7 @@ import pytest
 
 from tests.experiments.command import TINY, complete, refused, rows, run
 from tests.experiments.test_comparisons import stopped_in_run
+from tests.thorough import thorough
 from toolkit.results.runs import read_runs
 
 pytestmark = pytest.mark.usefixtures("analysed_once")
@@ -66,6 +67,7 @@ def test_trains_each_rule_at_its_best_rate(tmp_path):
     refused("compare", f"resume={folder}", f"tune.rates=[{other}]", match=changed)
 
 
+@thorough
 def test_resumes_in_the_middle_of_the_trials(tmp_path):
     whole, folder = tmp_path / "whole", tmp_path / "again"
     expected = complete("compare", whole, *TUNED, "tune.epochs=2", "seeds=1")

@@ -6,6 +6,7 @@ from functools import partial
 import torch
 from torch.nn import functional as F
 
+from tests.thorough import THOROUGH
 from toolkit.model import gpt, partition
 from toolkit.model.tensor_parallel import tensor_parallel
 from toolkit.runtime import Distributed, SingleProcess, StepOptions, join
@@ -53,15 +54,18 @@ def batch_of(name, n_samples):
 # Four stages are cut within blocks, also between the projection to heads and their attention.
 CASES = {
     ("decoder", "1F1B, shared loss"): (decoder, token_loss, catalog.one_f_one_b(2, 4)),
-    ("decoder", "ZB, shared loss"): (decoder, token_sum, catalog.zero_bubble(2, 4)),
-    ("decoder", "1F1B"): (decoder, token_loss, catalog.one_f_one_b(2, 4)),
-    ("decoder", "interleaved"): (
-        decoder,
-        token_loss,
-        catalog.interleaved_1f1b(4, 4, 2),
-    ),
     ("vit", "CDP-v2"): (vit, F.cross_entropy, catalog.cyclic(2)),
 }
+if THOROUGH:
+    CASES |= {
+        ("decoder", "ZB, shared loss"): (decoder, token_sum, catalog.zero_bubble(2, 4)),
+        ("decoder", "1F1B"): (decoder, token_loss, catalog.one_f_one_b(2, 4)),
+        ("decoder", "interleaved"): (
+            decoder,
+            token_loss,
+            catalog.interleaved_1f1b(4, 4, 2),
+        ),
+    }
 
 
 def trained(case, runtime, **options):

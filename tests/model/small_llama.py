@@ -15,6 +15,7 @@ from torch.distributed.tensor.parallel import (
 )
 from torch.nn import functional as F
 
+from tests.thorough import THOROUGH
 from toolkit.model import partition
 from toolkit.model.loss_parallel import LossParallel
 from toolkit.runtime import Distributed, SingleProcess, StepOptions, join
@@ -132,9 +133,10 @@ def adamw(parameters):
 
 
 CASES = {
-    "1F1B": (catalog.one_f_one_b(2, 4), parallelize),
     "CDP-v2, loss parallel": (catalog.cyclic(2), LossParallel(parallelize_loss)),
 }
+if THOROUGH:
+    CASES["1F1B"] = catalog.one_f_one_b(2, 4), parallelize
 
 
 def trained(name, runtime, **options):

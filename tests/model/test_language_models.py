@@ -3,6 +3,7 @@
 import pytest
 import torch
 
+from tests.thorough import more
 from toolkit.model import partition
 from toolkit.model.structure import tensors_of
 
@@ -43,7 +44,7 @@ def llama(**options):
 
 
 @pytest.mark.parametrize("tied", [False, True])
-@pytest.mark.parametrize("make", [gpt2, llama])
+@pytest.mark.parametrize("make", more([llama], [gpt2, llama]))
 def test_loss_and_gradients(make, tied):
     torch.manual_seed(0)
     model = make(tie_word_embeddings=tied).double().train()

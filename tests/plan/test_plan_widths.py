@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from tests.thorough import thorough
 from toolkit.cost import Hardware, StageCost, simulate
 from toolkit.cost.cost_file import FileCosts
 from toolkit.cost.tensor_width import Width, profile_width
@@ -50,6 +51,7 @@ def decoder_plan():
     )
 
 
+@thorough
 def test_width_is_a_dimension_of_candidates(decoder_plan):
     widths = {prediction.candidate.width for prediction in decoder_plan.predictions}
     assert widths == {1, 2}

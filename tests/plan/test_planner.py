@@ -8,6 +8,7 @@ import pytest
 from torch import nn
 
 from tests.figures.test_explorer import composed
+from tests.thorough import thorough
 from toolkit.cost import (
     UNIT,
     Hardware,
@@ -298,6 +299,7 @@ def test_models_of_few_stages_and_several_numbers_of_ranks():
     assert {p.ranks for p in found.predictions} == {1, 2}
 
 
+@thorough
 def test_kinds_of_ranks_and_tiers_of_links(found):
     """Rank 1 is slower and smaller; within a machine messages are fast."""
     near = replace(SLOW, ranks_per_machine=2, local_bandwidth=1e12)
@@ -310,6 +312,7 @@ def test_kinds_of_ranks_and_tiers_of_links(found):
     assert equal.baseline.fits > fits[equal.baseline.candidate]
 
 
+@thorough
 def test_processes_find_the_same(found):
     assert (
         plan(net(), IMAGES, SLOW, 2, batch=2, options=PlanOptions(jobs=2)).front
@@ -379,6 +382,7 @@ def test_the_best_has_exact_messages():
     assert "0.30" not in reason_to_stay([dp, coarse], dp)
 
 
+@thorough
 def test_which_candidates_have_compressed_messages():
     exact = candidates(4, 16, buckets=3)
     tried = with_compressions(exact, COMPRESSIONS)
@@ -401,6 +405,7 @@ def test_which_candidates_have_compressed_messages():
             with_compressions(exact, compressions)
 
 
+@thorough
 def test_a_plan_with_compressed_messages(found, found_compressed):
     """The exact part is that of the plan without; each class has a row and a note."""
     plain = {p.candidate: p for p in found.predictions}

@@ -11,6 +11,7 @@ from torch.nn import functional as F
 
 from tests.compiling import counted_graphs
 from tests.runtime.tape import emulated_graphs
+from tests.thorough import more, thorough
 from toolkit.model import build, partition
 from toolkit.runtime import SingleProcess, StepOptions, separable
 from toolkit.runtime import capture as capture_module
@@ -122,9 +123,16 @@ CASES = {
     "recomputed in one stage": (cyclic(), {"options": StepOptions(checkpoint=[0])}),
     "accumulated": (cyclic(accumulate=2), {}),
 }
+USUAL = (
+    "CDP-v2",
+    "extrapolated",
+    "AdamW, clipping, average, decay",
+    "recomputed",
+    "accumulated",
+)
 
 
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("case", more(USUAL, CASES))
 def test_replayed_steps_train_bit_for_bit_alike(case, model, batches, monkeypatch):
     schedule, arguments = CASES[case]
     expected = make(model, schedule, **arguments)
@@ -188,7 +196,7 @@ OPTIMIZERS = {
 }
 
 
-@pytest.mark.parametrize("name", OPTIMIZERS)
+@pytest.mark.parametrize("name", more(["Nesterov", "NAdam"], OPTIMIZERS))
 def test_any_optimizer_updates_replayed_gradients(name, model, batches, monkeypatch):
     expected = make(model, cyclic(), optimizer=OPTIMIZERS[name])
     with emulated_graphs(monkeypatch):
@@ -199,6 +207,7 @@ def test_any_optimizer_updates_replayed_gradients(name, model, batches, monkeypa
     assert_identical(runtime, expected)
 
 
+@thorough
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor")  # torch's tracing
 def test_compiled_stages_are_replayed(model, batches, monkeypatch):
     """All is compiled before it is recorded: a recording compiles nothing."""

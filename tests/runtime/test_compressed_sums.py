@@ -8,6 +8,7 @@ from torch.nn import functional as F
 
 from tests.runtime import models
 from tests.runtime.conform import sgd
+from tests.thorough import THOROUGH
 from toolkit.cost import Hardware, compressed_costs, profile, simulate
 from toolkit.errors import UserError
 from toolkit.runtime import Distributed, SingleProcess, join, launch
@@ -27,12 +28,15 @@ SCHEDULES = {
 CASES = [
     ("v1", "int8"),
     ("v1 rotated", "int4"),
-    ("v2", "int4"),
     ("v2 sharded", "int8"),
-    ("v1 circulating", "int8"),
-    ("v2 sharded", "int4"),
-    ("v2 and model parallel", "int4"),
 ]
+if THOROUGH:
+    CASES += [
+        ("v2", "int4"),
+        ("v1 circulating", "int8"),
+        ("v2 sharded", "int4"),
+        ("v2 and model parallel", "int4"),
+    ]
 N_STEPS, N_BEFORE = 6, 3
 
 

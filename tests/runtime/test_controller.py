@@ -19,7 +19,7 @@ from torch.nn import functional as F
 from tests.missing_packages import without_package
 from tests.runtime import conform, models
 from tests.runtime.models import assert_same, name_of
-from tests.thorough import more
+from tests.thorough import more, thorough
 from toolkit.errors import UserError
 from toolkit.model.kernel_work import tensors_in
 from toolkit.runtime import (
@@ -277,6 +277,7 @@ def test_state_is_whole_though_a_rank_is_lost_while_it_is_asked_for(
     assert_same(runtime.module().state_dict(), single.module().state_dict())
 
 
+@thorough
 @pytest.mark.parametrize("schedule", KEPT_SCHEDULES, ids=name_of)
 def test_kills_at_random_moments_are_healed_to_the_same_bits(controller, schedule):
     """Of stretches of training and of gathers of state; one kill in each of them.

@@ -7,6 +7,7 @@ import pytest
 
 from tests.runtime import device_rows
 from tests.runtime.models import assert_same
+from tests.thorough import more
 from toolkit.errors import UserError
 from toolkit.runtime import Controller
 from toolkit.schedule import catalog
@@ -70,7 +71,7 @@ def test_its_state_is_that_of_one_device_a_rank(controller):
     assert_same(alone.module().state_dict(), runtime.module().state_dict())
 
 
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("name", more(["CDP-v2"], CASES))
 def test_training_continues_when_a_device_is_lost(controller, name):
     losses = []
     for result in training(controller, name, keep_every=2):

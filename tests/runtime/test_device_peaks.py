@@ -49,8 +49,10 @@ def test_simulated_peaks_are_those_that_devices_have(measured, name):
 
 def test_two_devices_hold_less_than_one(measured):
     """The tolerance is far below what a width changes."""
-    for name in ("GPipe", "1F1B"):
-        schedule, _ = device_peaks.CASES[f"{name}, width 2"]
+    for name in device_peaks.CASES:
+        schedule, width = device_peaks.CASES[name]
+        if width == 1 or name.startswith("CDP"):
+            continue  # CDP keeps a second version of the weights
         whole = predicted(schedule, 1)
         for process, peaks in enumerate(measured):
-            assert peaks[f"{name}, width 2"] < 0.8 * whole.peak_memory(process // 2)
+            assert peaks[name] < 0.8 * whole.peak_memory(process // 2)

@@ -83,6 +83,7 @@ def test_replicated_activations_draw_alike(odd_jobs):
         assert_same(found["dropout"], runtime.module().state_dict())
 
 
+@thorough
 def test_shards_of_activations_draw_differently(odd_jobs):
     """Equal tokens differ after dropout, also where they are on different devices."""
     outputs = odd_jobs[-1]["draws of shards"]
@@ -108,6 +109,7 @@ def assert_identical(state, expected):
     torch.testing.assert_close(state, expected, rtol=0, atol=0, equal_nan=True)
 
 
+@thorough
 def test_schedules_change_on_devices(odd_jobs):
     runtime = device_rows.single(
         catalog.cyclic(2, n_stages=2), device_rows.adamw, StepOptions()
@@ -133,6 +135,7 @@ def weights_in_16_bits(name):
     return runtime.module().state_dict()
 
 
+@thorough
 @pytest.mark.parametrize("name", device_rows.IN_16_BITS)
 def test_sixteen_bits_on_devices(odd_jobs, name):
     expected = weights_in_16_bits(name)
@@ -140,6 +143,7 @@ def test_sixteen_bits_on_devices(odd_jobs, name):
         assert_same(found["16 bits"][name], expected, **ROUNDING)
 
 
+@thorough
 def test_the_rounding_of_devices_is_less_than_the_effect_of_a_delay(odd_jobs):
     with pytest.raises(AssertionError, match="not close"):
         assert_same(
@@ -155,6 +159,7 @@ def test_running_statistics_are_those_of_all_ranks(odd_jobs, name):
         assert_same(found["norms"][name], runtime.module().state_dict())
 
 
+@thorough
 def test_takes_a_mesh(odd_jobs):
     runtime, _ = in_one_process(
         catalog.gpipe(2, 4), device_rows.sgd, device_rows.CLIPPED

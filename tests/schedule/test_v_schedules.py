@@ -6,6 +6,7 @@ from hypothesis import strategies as st
 
 from tests.schedule.strategies import quick
 from tests.schedule.test_pipeline_orders import torchs
+from tests.thorough import more
 from toolkit.cost import UNIT, simulate, unit_costs
 from toolkit.errors import UserError
 from toolkit.schedule import Kind, Op, Schedule, catalog
@@ -58,7 +59,7 @@ def test_literal_grid(name, sizes, grid):
     assert MAKES[name](*sizes).grid().splitlines()[1:] == grid.strip().splitlines()
 
 
-@pytest.mark.parametrize("p", range(2, 13))
+@pytest.mark.parametrize("p", more([4, 6], range(2, 13)))
 def test_bubbles_are_no_larger_than_published(p):
     """Sail-sg's orders with enough micro-batches; those of few idle less: see :func:`bubble`."""
     if p % 2 == 0 and p >= 4:

@@ -315,7 +315,7 @@ FIELDS = {
 
 
 @given(programs(), st.data())
-@settings(quick, max_examples=more(200, 2000))
+@settings(quick, max_examples=more(100, 2000))
 def test_any_change_of_a_field_is_refused(program, data):
     """Unless only an update, a prediction or a free moves between its neighbours."""
     rank, own = data.draw(st.sampled_from([*enumerate(program.ranks)]))
