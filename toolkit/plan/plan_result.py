@@ -17,7 +17,12 @@ from toolkit.plan.findings import Pilot
 from toolkit.plan.measure import OnProgress
 from toolkit.plan.model_cut import Model
 from toolkit.plan.pilot import DEFAULT_OPTIONS, PilotOptions, pilot
-from toolkit.plan.plan_table import LEGEND, accuracy_notes, plan_cells, terminal_table
+from toolkit.plan.plan_table import (
+    accuracy_notes,
+    legend,
+    plan_cells,
+    terminal_table,
+)
 from toolkit.plan.predictions import Limits, Prediction
 from toolkit.plan.search_space import SearchResult
 
@@ -231,7 +236,8 @@ class Plan:
         listed = self._listed()
         lines = terminal_table(listed, self.baseline)
         notes = accuracy_notes(listed, self.baseline)
-        return f"{self.verdict}\n\n{lines}\n\n{LEGEND}\n\n{self.origin}{notes}"
+        columns = legend(listed)
+        return f"{self.verdict}\n\n{lines}\n\n{columns}\n\n{self.origin}{notes}"
 
     @property
     def origin(self) -> str:

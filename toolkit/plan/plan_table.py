@@ -68,11 +68,18 @@ def accuracy_notes(predictions: Sequence[Prediction], baseline: Prediction) -> s
     return notes
 
 
-LEGEND = """\
+_LEGEND = """\
 batch: samples of a micro-batch, times the micro-batches of a worker in a step
 again: forwards are recomputed; by DDP: step time by DDP's
 memory: of the fullest rank; late: mean staleness in steps
 ranks: times the devices of each, if several"""
+
+
+def legend(predictions: Sequence[Prediction]) -> str:
+    """Return what the columns of :func:`terminal_table` say."""
+    if all(each.coarseness == 0 for each in predictions):
+        return _LEGEND
+    return f"{_LEGEND}\nsent as: type of compressed messages"
 
 
 def plan_cells(row: Mapping[str, Any]) -> dict[str, Any]:
