@@ -25,7 +25,13 @@ from toolkit.cli import (
     output_folder,
 )
 from toolkit.cli.sweeps import mark_failed
-from toolkit.format import delay_table, rank_cells, run_cells, table
+from toolkit.format import (
+    delay_table,
+    duration,
+    rank_cells,
+    run_cells,
+    table,
+)
 from toolkit.terminal import show, show_activity, show_import
 from toolkit.torchrun import restarted
 
@@ -118,6 +124,7 @@ def show_result(
             f"\nmeasured in the first {run.recorded_options['runtime']['record']} training steps:\n"
         )
         show(table([rank_cells(row) for row in result["ranks"]]))
+        show(f"\n{step_seconds_in_words(result['step_seconds'])}")
     if result["delays"]:
         show(
             "\nwhat the delay does to the gradients, mean over the steps looked into:\n"
@@ -133,6 +140,14 @@ def show_result(
         )
     for note in result["notes"]:
         show(f"\nnote: {note}")
+
+
+def step_seconds_in_words(seconds: dict[str, float]) -> str:
+    """Return how long a measured training step took, and what is predicted, in words."""
+    text = f"a step took {' '.join(duration(seconds['measured']))}"
+    if "predicted" in seconds:
+        text += f"; predicted {' '.join(duration(seconds['predicted']))}"
+    return text
 
 
 def show_places(recorder: "RunRecorder", folder: Path) -> None:

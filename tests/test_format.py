@@ -116,6 +116,10 @@ RANK = {
     "most_weights": 2000,
     "messages_sent": 12, "bytes_sent": 1_889_136.0, "messages_received": 9, "bytes_received": 0,
 }  # fmt: skip
+PREDICTED = RANK | {
+    "predicted_activations": 5_000_000.0, "optimizer_state": 3000,
+    "predicted_optimizer_state": 4000.0, "predicted_bytes_sent": 2_000_000.0,
+}  # fmt: skip
 
 
 @pytest.mark.parametrize(
@@ -152,6 +156,13 @@ RANK = {
             "most weights (MB)": "0.002",
             "messages sent": 12, "sent (MB)": "1.889", "messages received": 9,
             "received (MB)": "0.000",
+        }),
+        (form.rank_cells(PREDICTED), {
+            "rank": 1, "peak activations (MB)": "4.863", "predicted activations (MB)": "5.000",
+            "peak weights (MB)": "0.001", "most weights (MB)": "0.002",
+            "optimizer state (MB)": "0.003", "predicted optimizer state (MB)": "0.004",
+            "messages sent": 12, "sent (MB)": "1.889", "predicted sent (MB)": "2.000",
+            "messages received": 9, "received (MB)": "0.000",
         }),
     ],
 )  # fmt: skip

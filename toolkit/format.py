@@ -372,9 +372,16 @@ def rank_cells(row: Row) -> Cells:
             key = f"{statistic}_{name}"
             if key in row:
                 cells[f"{statistic} {name} (MB)"] = _megabytes(row[key])
-    return cells | {
+    for key in ("optimizer_state", "predicted_optimizer_state"):
+        if key in row:
+            cells[f"{key.replace('_', ' ')} (MB)"] = _megabytes(row[key])
+    cells |= {
         "messages sent": row["messages_sent"],
         "sent (MB)": _megabytes(row["bytes_sent"]),
+    }
+    if "predicted_bytes_sent" in row:
+        cells["predicted sent (MB)"] = _megabytes(row["predicted_bytes_sent"])
+    return cells | {
         "messages received": row["messages_received"],
         "received (MB)": _megabytes(row["bytes_received"]),
     }

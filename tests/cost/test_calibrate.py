@@ -116,6 +116,18 @@ def test_what_was_put_in_comes_out_and_predicts_the_run(schedule, checkpoint):
     assert again.end == pytest.approx(seen.end)
 
 
+def test_an_op_contains_its_collectives():
+    """Devices of a rank exchange within an op, whose measured seconds have that."""
+    costs = []
+    for cost in (FIRST, SECOND):
+        shared = replace(cost, exchange_seconds=0.5, backward_exchange_seconds=0.25)
+        costs.append(shared)
+    schedule = catalog.one_f_one_b(2, 4)
+    seen = simulate(schedule.lower(4), costs, LATENT)
+    again = predict_calibrated(seen, schedule, costs)
+    assert again.step_ends == pytest.approx(seen.step_ends)
+
+
 def test_it_predicts_the_memory_that_was_measured():
     """Ranks do not see what their ops need while they run."""
     schedule = catalog.cyclic(2, 1)

@@ -85,7 +85,14 @@ def _timed(
     if cost.recomputes:
         # A measured backward contains the forward.
         backward = max(0.0, backward - forward)
-    return replace(cost, forward_seconds=forward, backward_seconds=backward)
+    # A measured op contains its collectives among the devices of a rank.
+    return replace(
+        cost,
+        forward_seconds=forward,
+        backward_seconds=backward,
+        exchange_seconds=0.0,
+        backward_exchange_seconds=0.0,
+    )
 
 
 def predict_calibrated(

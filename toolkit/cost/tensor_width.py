@@ -10,6 +10,8 @@ from dataclasses import dataclass, replace
 from math import inf
 from typing import Any
 
+from torch.distributed.device_mesh import DeviceMesh
+
 from toolkit.cost.hardware import Hardware
 from toolkit.cost.profiling import profile
 from toolkit.cost.stage_costs import StageCost
@@ -98,6 +100,7 @@ def profile_width(
     parallelize: Parallelize,
     width: Width,
     precision: str = "fp32",
+    mesh: DeviceMesh | None = None,
 ) -> tuple[StageCost, ...]:
     """Return the costs of ``stages`` on one device of each rank.
 
@@ -107,13 +110,15 @@ def profile_width(
         parallelize: shards a stage, such as :func:`toolkit.model.tensor_parallel.tensor_parallel`.
         width: devices of a rank.
         precision: as for :func:`toolkit.cost.profile`.
+        mesh: of as many devices, that moves nothing, for a process of a job; None: a new one.
 
     Raises:
-        UserError: as :func:`toolkit.cost.profile`; or this process is one of a job.
+        UserError: as :func:`toolkit.cost.profile`; or this process is one of a job, without
+            ``mesh``.
     """
     whole_costs = profile(stages, example, precision=precision)
     works = device_works(
-        stages, tensors_of(example), parallelize, width.devices, precision
+        stages, tensors_of(example), parallelize, width.devices, precision, mesh
     )
     costs = []
     extra_input_bytes = 0.0

@@ -11,7 +11,7 @@ into kernels on local shards and collectives, and this module records both::
 import logging
 import warnings
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -130,6 +130,7 @@ def device_works(
     parallelize: Parallelize,
     width: int,
     precision: str = "fp32",
+    mesh: DeviceMesh | None = None,
 ) -> list[DeviceWork]:
     """Return what the first of ``width`` devices does for each stage.
 
@@ -139,12 +140,14 @@ def device_works(
         parallelize: shards the modules of a stage.
         width: devices that share each stage.
         precision: one of :data:`toolkit.model.precision.PRECISIONS`.
+        mesh: of ``width`` devices, that moves nothing; None: :func:`mesh_without_messages`.
     """
     device = example[0].device
     inputs = tuple(torch.empty_like(tensor, device="meta") for tensor in example)
     shardings: Sequence[Sharding | None] = ()
     works = []
-    with mesh_without_messages(width) as mesh, _quietly():
+    new_mesh = mesh_without_messages(width) if mesh is None else nullcontext(mesh)
+    with new_mesh as mesh, _quietly():
         for index, stage in enumerate(stages):
             module = parallelized(meta_copy(stage), mesh, parallelize)  # type: ignore[arg-type]
             is_last = index == len(stages) - 1

@@ -146,9 +146,16 @@ def beside_prediction(
     """
     from toolkit.cli import build_model, load_samples
     from toolkit.cli.check_options import check_training
-    from toolkit.training.profiling import beside_prediction
+    from toolkit.training import run_prediction
 
     # Built again in this process: the ranks have ended, and their stages with them.
     form = load_samples(config.data).form
     model = build_model(config.model, form)
-    return beside_prediction(measurements, model, form, check_training(config))
+    _, costs = run_prediction.stages_and_costs(
+        model,
+        measurements.schedule.n_stages,
+        form,
+        check_training(config),
+        width=config.runtime.get("width", 1),
+    )
+    return run_prediction.beside_prediction(measurements, costs)

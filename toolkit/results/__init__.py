@@ -14,7 +14,8 @@ from toolkit.results.statistics import (
     paired_difference,
 )
 from toolkit.results.tracker import Tracker
-from toolkit.results.wandb_run import RunLabels, track, track_measured, track_schedule
+from toolkit.results.wandb_measured import track_measured
+from toolkit.results.wandb_run import RunLabels, track, track_schedule
 
 __all__ = [
     "Equivalence",

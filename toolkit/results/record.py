@@ -10,6 +10,7 @@
 | notes | sentences on what went wrong |
 | delays | rows of delay diagnostics, a row per stage |
 | ranks | rows of measurements, a row per rank |
+| step_seconds | measured and predicted, of the training steps that were measured |
 
 Metrics and provenance are required, experiments may add other fields, and NaN is null.
 """

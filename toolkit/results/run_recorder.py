@@ -8,17 +8,17 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from toolkit.cost.timeline import ACTIVATIONS, WEIGHTS, Timeline
-from toolkit.errors import UserError, first_line
+from toolkit.errors import UserError
 from toolkit.files import note_write_errors, write_csv, write_json
 from toolkit.options import EXIT_STOPPED
 from toolkit.results.collect import flat_options
+from toolkit.results.measured_tables import write_measured
 from toolkit.results.progress import RunProgress
 from toolkit.results.provenance import describe, provenance
 from toolkit.results.record import RESULT, SCHEMA, Ledger, PlainRow
 from toolkit.results.statistics import delay_means
 from toolkit.results.tracker import Tracker
-from toolkit.results.wandb_run import RunLabels, track, track_measured, track_schedule
+from toolkit.results.wandb_run import RunLabels, track, track_schedule
 from toolkit.runtime import SwitchDecision, Switching
 from toolkit.runtime.meters.measurements import Measurements
 from toolkit.schedule.spec_phases import in_order
@@ -32,7 +32,7 @@ from toolkit.training import (
     TrainingRun,
     run_with_checkpoints,
 )
-from toolkit.training.profiling import Profile, beside_prediction
+from toolkit.training.profiling import Profile
 from toolkit.training.stop_signals import Signals
 
 
@@ -225,9 +225,12 @@ class RunRecorder:
                 write_csv(folder / "delays.csv", delays)
         # Without measurements there is still a row per rank, so that readers need no special case.
         ranks: list[PlainRow] = [{"rank": rank} for rank in range(run.runtime.n_ranks)]
+        step_seconds: dict[str, float] = {}
         if measured:
-            ranks, measured_notes = _write_measured(measured, run, folder, self.tracker)
-            notes += measured_notes
+            tables = write_measured(measured, run, folder, self.tracker)
+            ranks = tables.ranks
+            step_seconds = tables.step_seconds
+            notes += tables.notes
         if run.switching is not None:
             notes += _write_switching(run.switching, folder, self.tracker)
 
@@ -247,6 +250,7 @@ class RunRecorder:
             "damaged": _damaged(run),
             "delays": delay_means(delays, ["stage"]),
             "ranks": ranks,
+            "step_seconds": step_seconds,
             "provenance": provenance(
                 run.recorded_options, describe(run.device), seconds
             ),
@@ -330,40 +334,3 @@ def _write_switching(switching: Switching, folder: Path, tracker: Tracker) -> li
             save(figure, folder / "switching")
             tracker.log({"switching": figure})
     return notes
-
-
-def _write_measured(
-    measured: Measurements, run: TrainingRun, folder: Path, tracker: Tracker
-) -> tuple[list[PlainRow], list[str]]:
-    """Write what was measured, and what is predicted; return a row per rank, and notes."""
-    from toolkit.figures import save, timelines
-
-    notes: list[str] = []
-    rows: list[PlainRow] = [*measured.by_rank()]
-    predicted: Timeline | None = None
-    try:
-        # Costs are those of whole stages, and a device of such a rank has only a share of each.
-        if getattr(run.runtime, "width", 1) != 1:
-            raise UserError("costs are those of ranks of one device")
-        model, form = run.build_model(), run.samples.form
-        timeline, predicted = beside_prediction(measured, model, form, run.options)
-    except (ValueError, RuntimeError) as error:
-        # What can run cannot always be analysed.
-        notes.append(f"the measurements are without a prediction: {first_line(error)}")
-        timeline = measured.timeline()
-    compared = [timeline]
-    if predicted is not None:
-        compared.append(predicted)
-        for rank, row in enumerate(rows):
-            # With recomputation, activations live within ops, where none are measured.
-            if run.options.checkpoint == "none":
-                row["predicted_activations"] = predicted.peak_memory(rank, ACTIVATIONS)
-            row["predicted_weights"] = predicted.peak_memory(rank, WEIGHTS)
-    with note_write_errors(notes, folder):
-        figure = timelines(compared)
-        write_csv(folder / "ranks.csv", rows)
-        save(figure, folder / "timeline")
-        timeline.to_chrome_trace(folder / "trace.json")
-        timeline.to_frame().to_csv(folder / "spans.csv", index=False)
-        track_measured(tracker, figure, rows, timeline, predicted)
-    return rows, notes

@@ -13,14 +13,12 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from math import isfinite
 from pathlib import Path
-from statistics import mean
 from typing import TYPE_CHECKING, Any
 from uuid import uuid4
 
 from toolkit.errors import UserError, first_line
 from toolkit.extras import install_command
 from toolkit.files import write_json
-from toolkit.format import MIB
 from toolkit.metric import Metric
 from toolkit.options import AROUND, TrackingOptions, without
 from toolkit.results.provenance import provenance
@@ -29,15 +27,11 @@ from toolkit.results.tracker import STEP, Tracker
 from toolkit.torchrun import is_rank_zero
 
 if TYPE_CHECKING:
-    from matplotlib.figure import Figure
-
-    from toolkit.cost import Timeline
     from toolkit.schedule import Schedule, SteadyState
 
 WANDB_RUN = "wandb_run.json"
 """File in a run's folder with its id and group in W&B, which a resumed run keeps."""
 
-_MESSAGE_COLUMNS = ("rank", "start", "end", "bytes", "slot")
 _LONGEST_TAG = 64  # characters that W&B takes
 _MOST_OPS = 1024  # micro-batches x stages of a schedule that is tracked
 _SETTINGS: dict[str, Any] = {
@@ -343,52 +337,3 @@ def _traffic_rows(steady: "SteadyState") -> list[dict[str, float]]:
             }
         )
     return rows
-
-
-def track_measured(
-    tracker: Tracker,
-    figure: "Figure",
-    ranks: list[dict[str, Any]],
-    timeline: "Timeline",
-    predicted: "Timeline | None" = None,
-) -> None:
-    """Log a measured timeline: its figure, memory and messages over time, and a row per rank.
-
-    The summary has the step times in seconds, also the predicted one, and the means over ranks.
-
-    Args:
-        tracker: tracker of the run.
-        figure: drawing of ``timeline``.
-        ranks: measurements, a row per rank.
-        timeline: measured timeline.
-        predicted: simulated timeline of the same schedule, or None.
-    """
-    messages = []
-    for span in timeline.spans:
-        if span.lane == "send":
-            messages.append(
-                {column: getattr(span, column) for column in _MESSAGE_COLUMNS}
-            )
-    memory = [
-        {"seconds": seconds, "bytes": n_bytes} for seconds, n_bytes in timeline.memory()
-    ]
-    tracker.log(
-        {
-            "measured/timeline": figure,
-            "measured/memory": memory,
-            "measured/messages": messages,
-            "measured/ranks": ranks,
-        }
-    )
-    peak = max(timeline.peak_memory(rank) for rank in range(timeline.n_ranks))
-    scalars = {
-        "measured/peak_mib_of_rank": peak / MIB,
-        "measured/bytes_sent_a_step": mean(timeline.bytes_a_step()),
-        "measured/messages_a_step": len(messages)
-        / len(timeline.step_ends)
-        / timeline.n_ranks,
-        "measured/step_seconds": timeline.step_time,
-    }
-    if predicted is not None:
-        scalars["predicted/step_seconds"] = predicted.step_time
-    tracker.summary(scalars)

@@ -352,6 +352,8 @@ class Distributed(OnRanks):
             raise UserError(
                 "nothing was measured: make Distributed with record=STEPS, then train"
             )
+        updaters = [self._runners[stage] for stage in self.updated_stages]
+        self._meter.note_optimizers(updater.optimizer for updater in updaters)
         return Measurements(
             self.schedule_plan,
             self.world.gather(self._meter.record, "measurements"),

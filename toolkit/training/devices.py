@@ -1,13 +1,16 @@
 """The devices of a training run: the one of a process, or several that share a rank."""
 
 from collections.abc import Callable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
 
 from toolkit.errors import UserError, first_line
 from toolkit.options import SaveOptions
+
+if TYPE_CHECKING:
+    from toolkit.model.tensor_parallel import Parallelize
 
 
 def pick_device(name: str) -> torch.device:
@@ -62,9 +65,23 @@ def options_of_width(
             f"save.sharded=true with runtime.width={width} would write each share from several"
             " devices: leave it out"
         )
+    return {"parallelize": plan_of_width(model, width, label_smoothing)}
+
+
+def plan_of_width(
+    model: nn.Module, width: int, label_smoothing: float = 0.0
+) -> "Parallelize":
+    """Return the function by which ``width`` devices share the stages of a training run.
+
+    Args:
+        model: the model.
+        width: number of devices.
+        label_smoothing: of the loss.
+
+    Raises:
+        UserError: the model has no plan for that width.
+    """
     # Only here: to import torch's DTensors takes a second.
     from toolkit.model.tensor_parallel import tensor_parallel
 
-    return {
-        "parallelize": tensor_parallel(model, width, share_loss=not label_smoothing)
-    }
+    return tensor_parallel(model, width, share_loss=not label_smoothing)

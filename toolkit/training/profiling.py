@@ -1,4 +1,4 @@
-"""Training steps in detail: traces by torch.profiler, and measurements with their prediction."""
+"""Training steps in detail: traces by torch.profiler."""
 
 import os
 from collections.abc import Iterator
@@ -7,42 +7,12 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import nn, profiler
+from torch import profiler
 
-from toolkit.cost import Timeline, predict_calibrated, profile, recomputing
 from toolkit.errors import UserError
-from toolkit.model import partition
-from toolkit.model.input_spec import InputSpec
-from toolkit.options import TrainingOptions
-from toolkit.runtime.meters.measurements import Measurements
 
 WARM_UP = 3
 """Training steps before the first that is traced."""
-
-
-def beside_prediction(
-    measured: Measurements, model: nn.Module, form: InputSpec, options: TrainingOptions
-) -> tuple[Timeline, Timeline]:
-    """Return the measured timeline, and the simulated one of ops and messages that take as long.
-
-    Args:
-        measured: measurements of a run with ``options``.
-        model: the model, which is moved to the meta device.
-        form: specification of the samples.
-        options: options of the run.
-
-    Raises:
-        UserError: the model runs but cannot be analysed.
-    """
-    example = form.example(options.batch, "meta")
-    stages = partition(
-        model.to("meta"), measured.schedule.n_stages, example, options.partition
-    )
-    costs = recomputing(
-        profile(stages, example, precision=options.precision), options.checkpoint
-    )
-    timeline = measured.timeline()
-    return timeline, predict_calibrated(timeline, measured.schedule, costs)
 
 
 def check_profile(n_steps: int) -> None:

@@ -96,6 +96,12 @@ def test_a_row_a_rank(pipeline):
     ]
 
 
+def test_a_row_has_the_state_of_optimizers_that_are_known(pipeline):
+    pipeline.records[1].optimizer_state = 120
+    states = [row.get("optimizer_state") for row in pipeline.by_rank()]
+    assert states == [None, 120]
+
+
 def followed(program):
     """Records of ranks that do what the program says: a byte a stage, activation and version."""
     schedule, records = program.schedule, []

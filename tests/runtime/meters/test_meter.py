@@ -198,3 +198,41 @@ def test_ticks_go_on_from_program_to_program(schedule):
         assert len(offsets) == 1
         slots.append({event.tick // schedule.timing.ticks_per_slot for event in events})
     assert max(slots[0]) < min(slots[1])
+
+
+def test_of_a_dtensor_its_shard_counts():
+    """The wrapper has a storage of the whole tensor's size, and none twice."""
+    from torch.distributed.tensor import Replicate, Shard, distribute_tensor
+
+    from toolkit.model.sharded_work import mesh_without_messages
+
+    found = meter()
+    with mesh_without_messages(2) as mesh:
+        whole = torch.ones(4, 6)
+        shard = distribute_tensor(whole, mesh, [Shard(0)], src_data_rank=None)
+        weight = shard.to_local().clone().requires_grad_()
+
+        def wrapped(x, w):
+            y = type(shard).from_local(w, mesh, [Shard(0)])
+            return (y.tanh() * y.sigmoid()).redistribute(placements=[Replicate()])
+
+        y = forward(found, wrapped, torch.ones(1), weights=[weight])
+        # Both factors of the product, each half of 4 x 6 numbers; not the weight.
+        assert found.activations.live_bytes == 2 * 12 * FLOAT
+        y.to_local().sum().backward()
+        assert found.activations.live_bytes == 0
+
+
+def test_of_an_optimizer_what_it_keeps_of_weights_counts():
+    found = meter()
+    weights = [leaf(3), leaf(2, 5)]
+    optimizers = []
+    for make in (torch.optim.AdamW, torch.optim.SGD):
+        optimizers.append(make(weights, lr=0.1))
+        for weight in weights:
+            weight.grad = torch.ones_like(weight)
+        optimizers[-1].step()
+    assert found.record.optimizer_state is None
+    found.note_optimizers([*optimizers, None])
+    # Two numbers of each of 13 by AdamW, without its counts of steps.
+    assert found.record.optimizer_state == 2 * 13 * FLOAT

@@ -107,7 +107,7 @@ class Measurements:
         """Return a row per rank: peaks in bytes; messages and bytes sent and received.
 
         Collectives count as in :meth:`sent`. With ``stage_bytes`` there is also
-        :meth:`most_weights`.
+        :meth:`most_weights`. Of a rank that is several devices all is of the first of them.
         """
         activations = self.peak_activations()
         weights = self.peak_weights()
@@ -122,6 +122,8 @@ class Measurements:
             }
             if weight_bounds:
                 row["most_weights"] = weight_bounds[rank]
+            if record.optimizer_state is not None:
+                row["optimizer_state"] = record.optimizer_state
             for direction, traffic_at in (
                 ("sent", traffic_of),
                 ("received", received_of),

@@ -2,13 +2,14 @@
 
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from typing import NamedTuple, cast
 
 import torch
 from torch import Tensor
+from torch.optim import Optimizer
 
 from toolkit.model.kernel_work import storage_of
 from toolkit.runtime.meters.running_costs import Stopwatch
@@ -53,6 +54,7 @@ class RankRecord:
         first_weights: bytes of weights before the first event.
         programs: number of training steps, and the first, of each program.
         device_peak: peak bytes that CUDA had allocated; None on the CPU.
+        optimizer_state: bytes of the optimizers' state, counters left out; None: not known.
     """
 
     rank: int
@@ -60,6 +62,7 @@ class RankRecord:
     first_weights: int = 0
     programs: list[tuple[int, int]] = field(default_factory=list)
     device_peak: int | None = None
+    optimizer_state: int | None = None
 
 
 class Meter:
@@ -121,6 +124,14 @@ class Meter:
         if self.stopwatch is not None:
             self.stopwatch.add(i, end - start)
 
+    def note_optimizers(self, optimizers: Iterable[Optimizer | None]) -> None:
+        """Record the memory of what the ``optimizers`` of this rank keep."""
+        n_bytes = 0
+        for optimizer in optimizers:
+            if optimizer is not None:
+                n_bytes += sum(optimizer_bytes_by_weight(optimizer).values())
+        self.record.optimizer_state = n_bytes
+
     def finish(self, program: Program) -> None:
         """Finish ``program``, and sort its events into its order."""
         self.record.programs.append((program.n_steps, program.first_step))
@@ -169,7 +180,7 @@ class SavedActivations:
         def keep(tensor: Tensor) -> "Tensor | _Holder":
             # Detached, or a result kept by its own node would hold on to itself.
             detached = tensor.detach()
-            if storage_of(tensor) in excluded_storages:
+            if storage_of(local_tensor(tensor)) in excluded_storages:
                 return detached
             return _Holder(detached, self)
 
@@ -183,16 +194,28 @@ class SavedActivations:
 
     def count(self, tensor: Tensor, change: int) -> None:
         """Add to, or take from, those that keep the storage of ``tensor``."""
-        storage = storage_of(tensor)
+        local = local_tensor(tensor)
+        storage = storage_of(local)
         n_before = self._n_holders[storage]
         n_after = n_before + change
         self._n_holders[storage] = n_after
         # Shared storage counts once: with its first holder it comes, with its last it goes.
         if n_before == 0 or n_after == 0:
-            self.live_bytes += change * tensor.untyped_storage().nbytes()
+            self.live_bytes += change * local.untyped_storage().nbytes()
             self.peak_bytes = max(self.peak_bytes, self.live_bytes)
         if n_after == 0:
             del self._n_holders[storage]
+
+
+def local_tensor(tensor: Tensor) -> Tensor:
+    """Return the tensor that has the memory of ``tensor``: of a DTensor this device's shard.
+
+    A DTensor itself has a storage of the whole tensor's size without memory, a new one each time.
+    """
+    # By name, since to import torch's DTensors takes a second. A shard that a collective has made
+    # is itself a wrapper until something waits for it.
+    shard = getattr(tensor, "_local_tensor", tensor)
+    return cast(Tensor, getattr(shard, "elem", shard))
 
 
 class _Holder:
@@ -205,6 +228,22 @@ class _Holder:
 
     def __del__(self) -> None:
         self.saved.count(self.tensor, -1)
+
+
+def optimizer_bytes_by_weight(optimizer: Optimizer) -> dict[Tensor, int]:
+    """Return the bytes of an optimizer's state of each weight, of DTensors those of this device.
+
+    A single number, such as a count of steps, does not count.
+    """
+    n_bytes = {}
+    for group in optimizer.param_groups:
+        for weight in group["params"]:
+            n_bytes[weight] = sum(
+                local_tensor(value).nbytes
+                for value in optimizer.state.get(weight, {}).values()
+                if isinstance(value, Tensor) and value.ndim
+            )
+    return n_bytes
 
 
 # Lists below, since other threads put in and take out meanwhile.
