@@ -177,6 +177,14 @@ def test_the_explorer_in_jupyterlab(tmp_path):
             shown.wait_for_function(OPS.replace("SIGN", "==="), arg=n_ops, timeout=WAIT)
             shown.screenshot(path=pictures / f"explorer_{size}.png")
 
+        width = shown.locator(".cdp-explorer").get_by_label("width", exact=True)
+        width.select_option("2")
+        shown.wait_for_selector('.cdp-wrong[role="alert"]', timeout=WAIT)
+        sentence = shown.locator(".cdp-wrong p").first.inner_text()
+        assert "width=2 shares the stages of a model" in sentence
+        width.select_option("1")
+        shown.wait_for_selector('.cdp-wrong[role="alert"]', state="detached")
+
         shown.locator(".cdp-column").first.get_by_label(
             "delay", exact=True
         ).select_option("0")

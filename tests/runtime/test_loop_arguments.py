@@ -53,3 +53,20 @@ def test_several_machines_are_warned_of_once_and_one_is_not(monkeypatch):
         warn_of_slow_links(catalog.cyclic(4))
         monkeypatch.delenv("LOCAL_WORLD_SIZE")
         warn_of_slow_links(catalog.cyclic(4))
+
+
+@pytest.mark.parametrize(("here", "warns"), [(4, True), (8, False), (None, False)])
+def test_devices_of_ranks_are_processes_of_a_machine(monkeypatch, here, warns):
+    """4 ranks of 2 devices: 8 processes, so that 4 on a machine are 2 ranks."""
+    monkeypatch.delenv("LOCAL_WORLD_SIZE", raising=False)
+    if here is not None:
+        monkeypatch.setenv("LOCAL_WORLD_SIZE", str(here))
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        warn_of_slow_links(catalog.data_parallel(4), 2)
+        assert not caught
+        warn_of_slow_links(catalog.cyclic(4), 2)
+    # An automatic rule takes no width, so that it is no way out.
+    texts = [str(warning.message) for warning in caught]
+    assert ["simulate width=2 finds" in text for text in texts] == [True] * warns
+    assert not any("auto" in text for text in texts)

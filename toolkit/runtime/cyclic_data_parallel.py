@@ -202,7 +202,7 @@ class CyclicDataParallel(nn.Module):
             # Here and not only where the first pass makes the runtime.
             check_handed_on(self.schedule, bits)
         if self.world.rank == 0 and partition == MEASURES[0] and not schedule_options:
-            warn_of_slow_links(self.schedule)
+            warn_of_slow_links(self.schedule, width)
         self._counted = counted
         cut = partition if isinstance(stages, int | None) else stages
         self._loop = LoopTraining(

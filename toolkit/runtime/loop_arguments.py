@@ -143,17 +143,34 @@ def choose_rule(
     return form.schedule, str(form.partition)
 
 
-def warn_of_slow_links(schedule: Schedule) -> None:
-    """Warn where ranks are on several machines that a form was chosen without their links."""
+def warn_of_slow_links(schedule: Schedule, width: int = 1) -> None:
+    """Warn where ranks are on several machines that a form was chosen without their links.
+
+    Args:
+        schedule: late weights make its form matter.
+        width: devices of a rank, a process each.
+    """
+    n_processes = schedule.n_ranks * width
     # Launchers such as torchrun set it to the number of processes on this machine.
-    n_here = int(os.environ.get("LOCAL_WORLD_SIZE", schedule.n_ranks))
-    if schedule.max_staleness and n_here < schedule.n_ranks:
-        warnings.warn(
-            f"{schedule.name} with chains in order and stages of equal FLOPs may be slow on the"
-            " links between machines: rule='auto' with hardware= and example= finds the fastest"
-            " form; partition='parameters' makes messages equal",
-            stacklevel=3,
+    n_here = int(os.environ.get("LOCAL_WORLD_SIZE", n_processes))
+    if schedule.max_staleness == 0 or n_here >= n_processes:
+        return
+    if width == 1:
+        ways_out = (
+            "rule='auto' with hardware= and example= finds the fastest form;"
+            " partition='parameters' makes messages equal"
         )
+    else:
+        # An automatic rule takes no width. Devices send shards: what the plan leaves whole is small.
+        ways_out = (
+            f"simulate width={width} finds the fastest form; partition='parameters' makes the"
+            " messages of each device about equal"
+        )
+    warnings.warn(
+        f"{schedule.name} with chains in order and stages of equal FLOPs may be slow on the"
+        f" links between machines: {ways_out}",
+        stacklevel=3,
+    )
 
 
 def schedule_of_rule(

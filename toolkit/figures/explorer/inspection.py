@@ -5,8 +5,6 @@ from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
 from typing import NamedTuple
 
-import torch
-
 from toolkit.cost import UNIT, Costs, Hardware, Timeline, affordable_delay, simulate
 from toolkit.cost.worker_forms import (
     CUTS,
@@ -14,14 +12,12 @@ from toolkit.cost.worker_forms import (
     Cut,
     DataParallelJob,
     Form,
-    ModelCosts,
     fastest_form,
     has_forms,
     steady_timeline,
 )
 from toolkit.errors import UserError, whole
 from toolkit.format import count, duration, size
-from toolkit.model import Images, build
 from toolkit.schedule import (
     CHAINS,
     Program,
@@ -39,14 +35,13 @@ AFFORDABLE = "affordable"
 _SEARCHED = 64  # stages times micro-batches: seconds
 FASTEST = "fastest"
 """Chains, or a cut of the model, whose simulated step takes the least time."""
-BATCH = 32  # images of a micro-batch, unless chosen
 _NOTHING = 2**20  # bytes: less is no saving
 # Units of the key numbers, and what these count.
 _ALIVE = (
     "micro-batches",
     "in the steady state; 1 is all that a micro-batch keeps of the model",
 )
-_HELD = "simulated; without the optimizer's state"
+_HELD = "simulated; with the optimizer's momentum, except on the unit machine"
 _SENT = (
     "stage-parameters",
     "weights and gradients that all ranks send, in the steady state",
@@ -54,7 +49,7 @@ _SENT = (
 _WEIGHTS = "models", "held at once: all versions, and what is predicted from them"
 _STALENESS = "steps", "training steps by which the weights read are late"
 _IDLE = "of all ranks' time, simulated"
-_RATIO = "DistributedDataParallel on as many ranks and samples, in buckets of 25 MB, simulated"
+_RATIO = "DistributedDataParallel on as many devices and samples, in buckets of 25 MB, simulated"
 
 
 class Number(NamedTuple):
@@ -76,7 +71,8 @@ class Analysis:
         drawn: its program for the training steps that are drawn.
         steady: its steady state.
         form: its chains and the cut of the model; None if stages are uniform or given.
-        ddp_seconds: of a step of DistributedDataParallel on as many ranks; None without a model.
+        ddp_seconds: of a step of DistributedDataParallel on as many devices; None without a model.
+        width: devices of a rank. Timelines are then of one device of each.
     """
 
     spec: ScheduleSpec
@@ -85,12 +81,24 @@ class Analysis:
     steady: SteadyState
     form: Form | None = None
     ddp_seconds: float | None = None
+    width: int = 1
 
     @property
     def form_in_words(self) -> str:
-        """How the model is cut, and chains that the name leaves out; empty for uniform stages."""
+        """How the model is cut, chains that the name leaves out, and the devices of a rank.
+
+        Empty for uniform stages.
+        """
         words = self.form.words if self.form else ""
-        return words.removeprefix("rotated, ")
+        words = words.removeprefix("rotated, ")
+        if self.width > 1:
+            words += f", {self.width} devices a rank"
+        return words
+
+    @property
+    def memory_of(self) -> str:
+        """What has memory: a device, which is a rank unless ranks are several devices."""
+        return "rank" if self.width == 1 else "device"
 
     @cached_property
     def activations(self) -> tuple[float, ...]:
@@ -142,14 +150,22 @@ class Analysis:
             ratio = [Number("step time by DDP's", share, "", _RATIO)]
         memory = []
         if not in_slots:
-            total, total_unit = size(timeline.peak_memory()).split()
+            total, total_unit = size(self.width * timeline.peak_memory()).split()
             largest, largest_unit = size(fullest_rank(timeline)).split()
+            of = self.memory_of
             memory = [
-                Number("memory of all ranks", total, total_unit, _HELD),
-                Number("memory of the fullest rank", largest, largest_unit, _HELD),
+                Number(f"memory of all {of}s", total, total_unit, _HELD),
+                Number(f"memory of the fullest {of}", largest, largest_unit, _HELD),
+            ]
+        ranks = [Number("ranks", str(schedule.n_ranks), "", "devices")]
+        if self.width > 1:
+            n_devices = str(schedule.n_ranks * self.width)
+            ranks = [
+                Number("ranks", str(schedule.n_ranks), "", f"of {self.width} devices"),
+                Number("devices", n_devices, "", "those of all ranks"),
             ]
         return [
-            Number("ranks", str(schedule.n_ranks), "", "devices"),
+            *ranks,
             Number("peak activations", f"{self.peak:.4g}", *_ALIVE),
             Number("of the fullest rank", f"{fullest:.4g}", *_ALIVE),
             *memory,
@@ -165,7 +181,7 @@ class Analysis:
 
 
 def fullest_rank(timeline: Timeline) -> float:
-    """Return the peak bytes of the rank that holds the most."""
+    """Return the peak bytes of the rank that holds the most, or of one of its devices."""
     return max(map(timeline.peak_memory, range(timeline.n_ranks)))
 
 
@@ -200,8 +216,12 @@ def verdict(
         # Above 0 if the first schedule takes less.
         saved_on_fullest = fullest_rank(second_timeline) - fullest_rank(first_timeline)
         saved_in_all = second_timeline.peak_memory() - first_timeline.peak_memory()
-        statements.append(f"{_saving(saved_on_fullest)} on the fullest rank")
-        statements.append(f"{_saving(saved_in_all)} on all ranks together")
+        # Both have ranks of as many devices.
+        of = first_analysis.memory_of
+        statements.append(f"{_saving(saved_on_fullest)} on the fullest {of}")
+        statements.append(
+            f"{_saving(first_analysis.width * saved_in_all)} on all {of}s together"
+        )
     if first_schedule.max_staleness:
         steps = count(first_schedule.max_staleness, "step")
         statements.append(
@@ -216,21 +236,6 @@ def _saving(saved_bytes: float) -> str:
     if abs(saved_bytes) < _NOTHING:
         return "no memory saved"
     return f"{size(abs(saved_bytes))} {'saved' if saved_bytes > 0 else 'more'}"
-
-
-@lru_cache(maxsize=8)
-def model_costs(model: str, batch: int = BATCH) -> ModelCosts:
-    """Return the costs of a model of the zoo.
-
-    Args:
-        model: its name.
-        batch: images of 224 x 224 pixels in a micro-batch.
-    """
-    images = Images(3, 224, 224, 1000)
-    # Shapes are enough for the analysis, and weights would take seconds to draw.
-    with torch.device("meta"):
-        model_on_meta = build(model, **images.arguments)
-    return ModelCosts(model_on_meta, images.example(batch, "meta"))
 
 
 def drawable(spec: ScheduleSpec) -> Schedule:
@@ -318,7 +323,7 @@ def ddp_seconds(
     Args:
         costs_of: costs of the model's stages.
         hardware: the machines.
-        n_ranks: workers; None is returned for one.
+        n_ranks: workers, a device each; None is returned for one.
         n_microbatches: of a step; None is returned unless workers have equal numbers.
     """
     # DistributedDataParallel gives each worker as many samples, and so whole micro-batches.

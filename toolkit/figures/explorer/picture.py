@@ -181,8 +181,9 @@ def in_seconds(analysis: Analysis, timeline: Timeline) -> Picture:
     rates = _rates(timeline)
     fastest = max(rate for _, rate in rates)
     unit, unit_name = unit_for(fastest, RATES, at_least=1)
-    memory_label = f"peak {size(peak)}, all ranks"
-    traffic_label = f"most {digits(fastest / unit)} {unit_name}, all ranks"
+    of = "all ranks" if analysis.width == 1 else "a device of each rank"
+    memory_label = f"peak {size(peak)}, {of}"
+    traffic_label = f"most {digits(fastest / unit)} {unit_name}, {of}"
     return Picture(
         analysis,
         program,

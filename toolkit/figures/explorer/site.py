@@ -8,13 +8,12 @@ from gzip import compress
 
 from toolkit.cost import UNIT, Hardware, Timeline, unit_costs
 from toolkit.errors import UserError
+from toolkit.figures.explorer.device_costs import BATCH, model_costs
 from toolkit.figures.explorer.inspection import (
-    BATCH,
     FASTEST,
     Analysis,
     analyse,
     ddp_seconds,
-    model_costs,
     predict,
     settled,
     verdict,

@@ -1,6 +1,5 @@
 """Schedules to play with in a notebook: what each change of a control does to the costs."""
 
-import warnings
 from collections.abc import Callable
 from dataclasses import replace
 from html import escape
@@ -9,28 +8,33 @@ from typing import Any
 
 import ipywidgets as ui
 
-from toolkit.cost import UNIT, Costs, Hardware, Timeline, unit_costs
-from toolkit.cost.hardware import check_hardware, presets
+from toolkit.cost import Costs, Hardware, Timeline, unit_costs
 from toolkit.cost.worker_forms import CostsOf
 from toolkit.errors import UserError, check_choice
+from toolkit.figures.explorer.arguments import (
+    check_same_sizes,
+    chosen_spec,
+    machines_on_offer,
+    of_any_cut,
+)
 from toolkit.figures.explorer.controls import (
     Column,
     field,
     in_columns,
-    lines_of,
     show,
     slider,
 )
-from toolkit.figures.explorer.inspection import (
-    AFFORDABLE,
+from toolkit.figures.explorer.device_costs import (
     BATCH,
+    check_width,
+    hardware_of_ranks,
+    model_costs,
+)
+from toolkit.figures.explorer.inspection import (
     FASTEST,
     Analysis,
     analyse,
-    check_sizes,
     ddp_seconds,
-    drawable,
-    model_costs,
     predict,
     settled,
     verdict,
@@ -48,6 +52,7 @@ ANALYSED = ("resnet18", "resnet50", "vit_b_16")  # models on offer
 EXPORTS = {"png": "PNG", "csv": "CSV", "trace": "Chrome trace"}
 _STAGES = 16  # first end of the sliders
 _BATCHES = (1, 2, 4, 8, 16, 32, 64, 128, 256)  # images of a micro-batch
+_WIDTHS = (1, 2, 4, 8)  # devices of a rank
 _GIVEN = "given"  # costs that are an argument
 _MOST_STEPS = 3  # drawn: as many shades as a colour has
 
@@ -68,6 +73,8 @@ class Explorer(ui.VBox):
         costs: of the stages, by :func:`toolkit.cost.profile`, or a function from the number of
             stages to their costs; uniform unless given. Models can be chosen, too.
         hardware: what is simulated; the presets of conf/hardware can be chosen, too.
+        width: devices of a rank, which share the stages of a model by tensor parallelism: 1, 2, 4
+            or 8.
         options: of the first schedule, as in :class:`ScheduleSpec`: ``delay``, ``correction``,
             ``placement``, ``state``, ``n_ranks``, ``accumulate``, ``chains``, ``groups``,
             ``orders`` (lines or one text).
@@ -76,7 +83,7 @@ class Explorer(ui.VBox):
         UserError: an option that no control can hold, or a schedule that no controls make.
     """
 
-    def __init__(
+    def __init__(  # noqa: PLR0913 - options, by keyword
         self,
         schedule: str | Schedule = "cdp_v2",
         stages: int = 4,
@@ -86,19 +93,22 @@ class Explorer(ui.VBox):
         n_steps: int = 3,
         costs: Costs | Callable[[int], Costs] | None = None,
         hardware: Hardware | None = None,
+        width: int = 1,
         **options: Any,
     ) -> None:
         if n_steps not in range(1, _MOST_STEPS + 1):
             raise UserError(
                 f"n_steps is a whole number from 1 to {_MOST_STEPS}: got {n_steps!r}"
             )
-        first = _chosen(schedule, stages, microbatches, options)
-        second = _chosen(compare or "dp", first.stages, first.microbatches, {})
-        _check_same_sizes(first, second)
-        self._costs: dict[str, CostsOf] = {UNIFORM: _of_any_cut(unit_costs)}
+        if width not in _WIDTHS:
+            raise UserError(f"width is 1, 2, 4 or 8 devices of a rank: got {width!r}")
+        first = chosen_spec(schedule, stages, microbatches, options)
+        second = chosen_spec(compare or "dp", first.stages, first.microbatches, {})
+        check_same_sizes(first, second)
+        self._costs: dict[str, CostsOf] = {UNIFORM: of_any_cut(unit_costs)}
         if costs is not None:
-            self._costs[_GIVEN] = _of_any_cut(costs)
-        self._machines = _machines(hardware)
+            self._costs[_GIVEN] = of_any_cut(costs)
+        self._machines = machines_on_offer(hardware)
         # They fade behind the message if a schedule becomes impossible.
         self._drawn = ["", ""]  # the last pane of each column that was possible
         self._is_switching = False  # while a column's options change together
@@ -113,6 +123,10 @@ class Explorer(ui.VBox):
             layout={"width": "auto", "margin": "2px 2px 2px 100px"},
         )
         self._make_size_and_cost_controls(first, hardware)
+        tooltip = (
+            "devices of a rank, which share the stages of a model by tensor parallelism"
+        )
+        self.width = field(ui.Dropdown, "width", tooltip, options=_WIDTHS, value=width)
         self.columns = [Column(first), Column(second)]
         # A schedule of the user's has its own chains. A name takes the fastest ones.
         if isinstance(schedule, Schedule) and "chains" in options_of(first.method):
@@ -129,6 +143,7 @@ class Explorer(ui.VBox):
             self.n_steps,
             self.costs,
             self.hardware,
+            self.width,
             self.batch,
             self.partition,
             self.compare,
@@ -312,75 +327,34 @@ class Explorer(ui.VBox):
     ) -> tuple[Analysis, Timeline]:
         """Analyse and simulate a schedule with the costs and on the machine that are chosen."""
         machine = self._machines[self.hardware.value]
+        n_devices = self.width.value
         has_model = self.costs.value in ANALYSED
+        check_width(n_devices, has_model=has_model)
         if has_model:
-            costs_of: CostsOf = model_costs(self.costs.value, self.batch.value)
+            model, batch = self.costs.value, self.batch.value
+            costs_of: CostsOf = model_costs(model, batch, n_devices, machine)
         else:
             costs_of = self._costs[self.costs.value]
-        spec, form = settled(spec, free_chains, self.partition.value, costs_of, machine)
-        analysis = analyse(spec, self.n_steps.value)
+        hardware = hardware_of_ranks(machine, n_devices)
+        spec, form = settled(
+            spec, free_chains, self.partition.value, costs_of, hardware
+        )
+        analysis = replace(analyse(spec, self.n_steps.value), width=n_devices)
         schedule = analysis.schedule
         if has_model:
+            # The baseline has the whole model on each device.
             seconds = ddp_seconds(
-                costs_of, machine, schedule.n_ranks, schedule.n_microbatches
+                model_costs(model, batch),
+                machine,
+                schedule.n_ranks * n_devices,
+                schedule.n_microbatches,
             )
             analysis = replace(analysis, form=form, ddp_seconds=seconds)
         if form is not None:
             return analysis, form.timeline
         return analysis, predict(
-            analysis, costs_of(schedule.n_stages, MEASURES[0]), machine
+            analysis, costs_of(schedule.n_stages, MEASURES[0]), hardware
         )
-
-
-def _check_same_sizes(first: ScheduleSpec, second: ScheduleSpec) -> None:
-    """Raise UserError unless both schedules have as many stages and micro-batches."""
-    if (first.stages, first.microbatches) != (second.stages, second.microbatches):
-        raise UserError(
-            "schedules side by side have the same stages and micro-batches: got"
-            f" {first.stages} x {first.microbatches} and"
-            f" {second.stages} x {second.microbatches}"
-        )
-
-
-def _of_any_cut(costs: Costs | Callable[[int], Costs]) -> CostsOf:
-    """Return a function of stages and a cut that takes no account of the cut."""
-    return lambda n_stages, _: costs(n_stages) if callable(costs) else costs
-
-
-def _machines(hardware: Hardware | None) -> dict[str, Hardware]:
-    """Return the machines on offer by name: the unit machine, the presets, and ``hardware``."""
-    machines = {"unit": UNIT}
-    try:
-        machines |= presets()
-    except UserError as error:
-        warnings.warn(f"the explorer offers no other machines: {error}", stacklevel=3)
-    if hardware is not None:
-        machines[check_hardware(hardware).name] = hardware
-    return machines
-
-
-def _chosen(
-    schedule: str | Schedule, stages: int, microbatches: int, options: dict[str, Any]
-) -> ScheduleSpec:
-    """Return the spec of a name and options, or of a schedule."""
-    if isinstance(schedule, str):
-        orders = options.get("orders", ())
-        orders = lines_of(orders) if isinstance(orders, str) else tuple(orders)
-        spec = ScheduleSpec(
-            schedule, stages, microbatches, **{**options, "orders": orders}
-        )
-        drawable(replace(spec, delay=1) if spec.delay == AFFORDABLE else spec)
-        return spec
-    if not isinstance(schedule, Schedule):
-        raise UserError(
-            f"a schedule is a Schedule, or a name such as 'cdp_v2': got {schedule!r}"
-        )
-    if options:
-        raise UserError(
-            f"a Schedule has its own options: leave out {', '.join(options)}"
-        )
-    check_sizes(schedule.n_stages, schedule.n_workers, schedule.accumulate)
-    return ScheduleSpec.of(schedule)
 
 
 def _file_name(analysis: Analysis) -> str:
