@@ -295,3 +295,20 @@ def test_gradients_of_weights_take_their_share_of_a_backward():
     assert of_weights == pytest.approx(backward / 2)
     assert of_inputs + of_weights == pytest.approx(backward)
     assert forward == pytest.approx(of_inputs)
+
+
+class Transposed(nn.Module):
+    def forward(self, x):
+        return x.transpose(1, 2)
+
+
+def test_what_arrives_by_a_message_is_contiguous():
+    """A stage that transposes back what another has transposed gets a view, or has to copy it."""
+    model = nn.Sequential(
+        nn.Linear(4, 4), Transposed(), Transposed(), nn.Flatten(), nn.Linear(12, 5)
+    )
+    example = torch.empty(2, 3, 4, device="meta")
+    stages = partition(model, 2, example, by=["2"])
+    for by_message, copied_bytes in ((False, 0), (True, 2 * 3 * 4 * 4)):
+        _, second = profile(stages, example, by_message=by_message)
+        assert second.activation_bytes == copied_bytes

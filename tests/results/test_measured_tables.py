@@ -47,8 +47,9 @@ def measure(folder):
     join()
     tables = {}
     for name, options in CASES.items():
-        more = ("model.width=32", f"runtime.record={STEPS}", "epochs=1", *options)
-        run = built(folder, *DEVICES, *more)
+        # Cut within attention, where what a rank receives has to be copied.
+        sizes = ("model.width=64", "model.heads=4", "epochs=1")
+        run = built(folder, *DEVICES, *sizes, f"runtime.record={STEPS}", *options)
         run.run()
         measured = run.measurements()
         if run.runtime.writes:
@@ -75,6 +76,8 @@ def test_devices_hold_and_send_what_is_predicted(measured, name):
     rows, _, notes, _ = measured[name]
     assert notes == []
     assert len(rows) == 2
+    # In CDP one rank updates for both.
+    assert sum(row["optimizer_state"] for row in rows) > 0
     for row in rows:
         assert 0 < row["peak_weights"] <= row["most_weights"]
         if name == WORKERS:
@@ -82,7 +85,7 @@ def test_devices_hold_and_send_what_is_predicted(measured, name):
             assert row["predicted_weights"] <= row["most_weights"]
         else:
             assert row["predicted_weights"] == row["peak_weights"]
-        assert row["predicted_optimizer_state"] == row["optimizer_state"] > 0
+        assert row["predicted_optimizer_state"] == row["optimizer_state"]
         if name != PARTLY:
             assert row["predicted_bytes_sent"] == row["bytes_sent"] > 0
             assert row["predicted_activations"] == pytest.approx(

@@ -60,6 +60,8 @@ def profile(
     example: Any,
     repeats: int = 5,
     precision: str = "fp32",
+    *,
+    by_message: bool = False,
 ) -> tuple[StageCost, ...]:
     """Return the costs of ``stages`` on a micro-batch like ``example``.
 
@@ -75,6 +77,8 @@ def profile(
         repeats: timed runs per stage; the median counts.
         precision: ``fp32`` or ``tf32``, or by autocast ``bf16`` or ``fp16``; autocast's copies of
             weights count as activations.
+        by_message: whether stages receive their inputs by messages, which are contiguous. Otherwise
+            inputs have the strides of what the stage before returns.
 
     Raises:
         UserError: ``stages`` is not a Stages, cannot train on the example, or unknown precision.
@@ -105,7 +109,7 @@ def profile(
                     weight_share=share,
                 )
             costs.append(cost)
-            shapes = received_inputs(outputs)
+            shapes = received_inputs(outputs, by_message=by_message)
     return tuple(costs)
 
 
@@ -207,8 +211,12 @@ def fresh_leaves(values: Values) -> Values:
     return received_inputs(values) if has_gradients else values
 
 
-def received_inputs(values: Values) -> Values:
+def received_inputs(values: Values, *, by_message: bool = False) -> Values:
     """Return the tensors that a stage receives from one that computes ``values``."""
-    return tuple(
-        value.detach().requires_grad_(differentiable(value)) for value in values
-    )
+    received = []
+    for value in values:
+        tensor = value.detach()
+        if by_message:
+            tensor = tensor.contiguous()
+        received.append(tensor.requires_grad_(differentiable(value)))
+    return tuple(received)

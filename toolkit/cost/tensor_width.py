@@ -101,6 +101,8 @@ def profile_width(
     width: Width,
     precision: str = "fp32",
     mesh: DeviceMesh | None = None,
+    *,
+    by_message: bool = False,
 ) -> tuple[StageCost, ...]:
     """Return the costs of ``stages`` on one device of each rank.
 
@@ -111,6 +113,7 @@ def profile_width(
         width: devices of a rank.
         precision: as for :func:`toolkit.cost.profile`.
         mesh: of as many devices, that moves nothing, for a process of a job; None: a new one.
+        by_message: as for :func:`toolkit.cost.profile`.
 
     Raises:
         UserError: as :func:`toolkit.cost.profile`; or this process is one of a job, without
@@ -118,7 +121,13 @@ def profile_width(
     """
     whole_costs = profile(stages, example, precision=precision)
     works = device_works(
-        stages, tensors_of(example), parallelize, width.devices, precision, mesh
+        stages,
+        tensors_of(example),
+        parallelize,
+        width.devices,
+        precision,
+        mesh,
+        by_message=by_message,
     )
     costs = []
     extra_input_bytes = 0.0

@@ -131,6 +131,8 @@ def device_works(
     width: int,
     precision: str = "fp32",
     mesh: DeviceMesh | None = None,
+    *,
+    by_message: bool = False,
 ) -> list[DeviceWork]:
     """Return what the first of ``width`` devices does for each stage.
 
@@ -141,6 +143,7 @@ def device_works(
         width: devices that share each stage.
         precision: one of :data:`toolkit.model.precision.PRECISIONS`.
         mesh: of ``width`` devices, that moves nothing; None: :func:`mesh_without_messages`.
+        by_message: whether stages receive shards by messages, which are contiguous.
     """
     device = example[0].device
     inputs = tuple(torch.empty_like(tensor, device="meta") for tensor in example)
@@ -161,11 +164,19 @@ def device_works(
                 )
             works.append(work)
             shardings = sharded.outputs
-            inputs = tuple(
-                output.detach().requires_grad_(output.is_floating_point())
-                for output in outputs
-            )
+            inputs = _received(outputs, by_message=by_message)
     return works
+
+
+def _received(outputs: Sequence[Tensor], *, by_message: bool) -> tuple[Tensor, ...]:
+    """Return the local shards that a stage receives from one that returns ``outputs``."""
+    received = []
+    for output in outputs:
+        tensor = output.detach()
+        if by_message:
+            tensor = tensor.contiguous()
+        received.append(tensor.requires_grad_(output.is_floating_point()))
+    return tuple(received)
 
 
 def _exchanges_of_loss(outputs: Sequence[Tensor]) -> list[Exchange]:

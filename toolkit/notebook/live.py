@@ -153,7 +153,7 @@ def beside_prediction(
     model = build_model(config.model, form)
     _, costs = run_prediction.stages_and_costs(
         model,
-        measurements.schedule.n_stages,
+        measurements.schedule,
         form,
         check_training(config),
         width=config.runtime.get("width", 1),

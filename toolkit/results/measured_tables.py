@@ -83,7 +83,7 @@ def _stages_and_costs(measured: Measurements, run: TrainingRun) -> tuple[Stages,
     mesh = world.row.trace if isinstance(world, Column) else None
     return stages_and_costs(
         run.build_model(),
-        measured.schedule.n_stages,
+        measured.schedule,
         run.samples.form,
         run.options,
         width=width_of(getattr(run.runtime, "width", 1)),

@@ -32,10 +32,13 @@ _TABLES = {
     "Communication": ["schedule/traffic_by_slot", "measured/ranks"],
 }
 _BARS = {
-    "Memory": [["schedule/peak_activations"], ["measured/peak_mib_of_rank"]],
+    "Memory": [
+        ["schedule/peak_activations"],
+        ["measured/peak_mib_of_rank", "predicted/peak_mib_of_rank"],
+    ],
     "Communication": [
         ["schedule/traffic_mean", "schedule/traffic_max"],
-        ["measured/bytes_sent_a_step"],
+        ["measured/bytes_sent_a_step", "predicted/bytes_sent_a_step"],
         ["measured/step_seconds", "predicted/step_seconds"],
     ],
 }

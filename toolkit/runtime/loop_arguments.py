@@ -161,7 +161,7 @@ def warn_of_slow_links(schedule: Schedule, width: int = 1) -> None:
             " partition='parameters' makes messages equal"
         )
     else:
-        # An automatic rule takes no width. Devices send shards: what the plan leaves whole is small.
+        # An automatic rule takes no width. Devices send shards; what a plan leaves whole is small.
         ways_out = (
             f"simulate width={width} finds the fastest form; partition='parameters' makes the"
             " messages of each device about equal"

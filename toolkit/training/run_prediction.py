@@ -30,7 +30,7 @@ _COUNT_BYTES = 8  # of a count of the loss in a message
 
 def stages_and_costs(
     model: nn.Module,
-    n_stages: int,
+    schedule: Schedule,
     form: InputSpec,
     options: TrainingOptions,
     *,
@@ -41,7 +41,7 @@ def stages_and_costs(
 
     Args:
         model: the model, on the CPU; its values do not matter.
-        n_stages: number of stages.
+        schedule: of the run.
         form: specification of the samples.
         options: options of the run.
         width: devices of a rank.
@@ -53,11 +53,20 @@ def stages_and_costs(
     # Cut by an example on the CPU, as for the run: one on the meta device counts the kernels of a
     # GPU, and may cut elsewhere.
     stages = partition(
-        model, n_stages, form.example(options.batch), options.partition, check=False
+        model,
+        schedule.n_stages,
+        form.example(options.batch),
+        options.partition,
+        check=False,
     )
+    # What a rank receives is contiguous. A stage of attention that begins with a transposition then
+    # has to copy it.
+    by_message = not schedule.layout.has_whole_models
     example = form.example(options.batch, "meta")
     if width == 1:
-        costs = profile(stages, example, precision=options.precision)
+        costs = profile(
+            stages, example, precision=options.precision, by_message=by_message
+        )
     else:
         # Only here: to import torch's DTensors takes a second.
         from toolkit.cost.tensor_width import Width, profile_width
@@ -70,6 +79,7 @@ def stages_and_costs(
             Width(width, UNIT),
             options.precision,
             mesh,
+            by_message=by_message,
         )
     return stages, recomputing(costs, options.checkpoint)
 
