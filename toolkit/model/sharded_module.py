@@ -1,13 +1,14 @@
 """A stage whose modules several devices share: local shards in, local shards out.
 
-Devices hold and send *local shards*: plain tensors. The modules see DTensors::
+Devices hold and send *local shards*: plain tensors. The modules see DTensors, or weights that are
+gathered while an op reads them::
 
-    local shard --DTensor--> forward and backward --local--> gradient, sum, message
+    local shard --DTensor or GatheredWeight--> forward and backward --local--> gradient, message
 """
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor, fx, nn
@@ -16,14 +17,23 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.distributed.tensor.placement_types import Placement
 
 from toolkit.errors import UserError
+from toolkit.model.gathered_weights import GatheredWeight
 
 
 class Sharding(NamedTuple):
-    """How a tensor lies on a row: where each device has what, and the whole tensor's layout."""
+    """How a tensor lies on a row: where each device has what, and the whole tensor's layout.
+
+    Attributes:
+        placements: of the tensor's DTensor.
+        shape: of the whole tensor.
+        stride: likewise.
+        is_gathered: whether modules see a :class:`GatheredWeight` instead of the DTensor.
+    """
 
     placements: tuple[Placement, ...]
     shape: torch.Size
     stride: tuple[int, ...]
+    is_gathered: bool = False
 
     def wrap(self, local: Tensor, mesh: DeviceMesh) -> DTensor:
         """Return the DTensor whose shard here is ``local``; autograd passes through."""
@@ -35,6 +45,12 @@ class Sharding(NamedTuple):
             shape=self.shape,
             stride=self.stride,
         )
+
+    def weight(self, local: Tensor, mesh: DeviceMesh) -> Tensor:
+        """Return what a module sees of a weight whose shard here is ``local``."""
+        if self.is_gathered:
+            return cast(Tensor, _Gathered.apply(local, self, mesh))
+        return self.wrap(local, mesh)
 
     def shard(self, whole_tensor: Tensor, mesh: DeviceMesh) -> Tensor:
         """Return this device's shard of a tensor, in memory of its own, without messages."""
@@ -55,10 +71,32 @@ class Sharding(NamedTuple):
         return all(placement.is_replicate() for placement in self.placements)
 
 
+class _Gathered(torch.autograd.Function):
+    """A local shard as a :class:`GatheredWeight`."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, local: Tensor, sharding: Sharding, mesh: DeviceMesh
+    ) -> Tensor:
+        ctx.sharding = sharding
+        ctx.mesh = mesh
+        return GatheredWeight(sharding.wrap(local.detach(), mesh))
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Any:  # type: ignore[override]
+        # Devices computed the same, so each has the whole gradient already.
+        return ctx.sharding.shard(gradient, ctx.mesh), None, None
+
+
 def _sharding_of(tensor: Tensor) -> Sharding | None:
+    is_gathered = isinstance(tensor, GatheredWeight)
+    if isinstance(tensor, GatheredWeight):
+        tensor = tensor.sharded
     if not isinstance(tensor, DTensor):
         return None
-    return Sharding(tuple(tensor.placements), tensor.shape, tuple(tensor.stride()))
+    return Sharding(
+        tuple(tensor.placements), tensor.shape, tuple(tensor.stride()), is_gathered
+    )
 
 
 @dataclass
@@ -99,7 +137,7 @@ class ShardedModule:
         for name, weight in weights.items():
             tensors[name] = weight
             if name in self.weights:
-                tensors[name] = self.weights[name].wrap(weight, self.mesh)
+                tensors[name] = self.weights[name].weight(weight, self.mesh)
         # A message carries the local shard alone. What it is a shard of is known from the stage
         # before.
         received = []
@@ -110,6 +148,11 @@ class ShardedModule:
             )
         results = torch.func.functional_call(
             self.module, tensors, tuple(received), tie_weights=tie_weights
+        )
+        # A weight that crosses to the next stage, such as a tied one, crosses whole.
+        results = tuple(
+            output.clone() if isinstance(output, GatheredWeight) else output
+            for output in results
         )
         # The next stage wraps what it receives by these.
         self.outputs = [
@@ -146,8 +189,10 @@ def parallelized(
     for name, module in stage.named_modules():
         if type(module).__name__.startswith("FSDP"):
             raise UserError(
-                f"parallelize: got fully_shard of {name or 'the stage'}; expected tensor"
-                " parallelism, such as parallelize_module. To share states use state=sharded"
+                f"parallelize: got torch's fully_shard of {name or 'the stage'}, which computes with"
+                " its own weights only, not with late ones; expected shard_parameters of"
+                " toolkit.model.gathered_weights, which divides weights, gradients and optimizer"
+                " states alike"
             )
     for name, buffer in stage.named_buffers():
         if isinstance(buffer, DTensor):

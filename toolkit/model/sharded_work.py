@@ -27,6 +27,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import flop_registry
 
 from toolkit.errors import UserError
+from toolkit.model.gathered_weights import GatheredWeight, local_of
 from toolkit.model.kernel_work import Work, reads_memory, storage_of, tensors_in
 from toolkit.model.loss_parallel import REDUCTIONS, is_loss_parallel
 from toolkit.model.node_costs import meta_copy
@@ -198,8 +199,9 @@ def _analyse(
     """Return the work of a stage, and the local shards that it sends on."""
     weights = {}
     for name, parameter in stage.module.named_parameters():
-        local = parameter.to_local() if isinstance(parameter, DTensor) else parameter
-        weights[name] = local.detach().requires_grad_(parameter.requires_grad)
+        weights[name] = (
+            local_of(parameter).detach().requires_grad_(parameter.requires_grad)
+        )
     # Two runs: this one keeps all that autograd saves, so the next one, which counts living memory,
     # must be without it.
     saved = _SavedTensors([*weights.values(), *stage.module.buffers(), *inputs])
@@ -245,13 +247,13 @@ class _SavedTensors:
 
     def __init__(self, tensors_before: Sequence[Tensor]) -> None:
         # Storages are identified by address: keep them alive so that none is reused.
-        self._alive = [*map(_local, tensors_before)]
+        self._alive = [*map(local_of, tensors_before)]
         self._storages = {storage_of(tensor) for tensor in self._alive}
         self.bytes = 0
 
     def save(self, tensor: Tensor) -> Tensor:
         """Count a tensor that autograd saves, and return it."""
-        local = _local(tensor)
+        local = local_of(tensor)
         if storage_of(local) not in self._storages:
             self._storages.add(storage_of(local))
             self._alive.append(local)
@@ -260,11 +262,12 @@ class _SavedTensors:
 
     def has(self, tensor: Tensor) -> bool:
         """Whether the memory of ``tensor`` is kept."""
-        return storage_of(_local(tensor)) in self._storages
+        return storage_of(local_of(tensor)) in self._storages
 
 
-def _local(tensor: Tensor) -> Tensor:
-    return tensor._local_tensor if isinstance(tensor, DTensor) else tensor
+def _are_shared(types: Sequence[type]) -> bool:
+    """Whether an operation is on tensors that devices share, whose kernels follow."""
+    return any(issubclass(kind, DTensor | GatheredWeight) for kind in types)
 
 
 def _finds_shapes(tensors: Sequence[Tensor]) -> bool:
@@ -283,8 +286,8 @@ class _LocalMemory(LiveMemory):
     ) -> Any:
         if isinstance(func, HigherOrderOperator):
             return func(*args, **(kwargs or {}))
-        if any(issubclass(kind, DTensor) for kind in types):
-            return NotImplemented  # DTensor's own kernels come here next
+        if _are_shared(types):
+            return NotImplemented  # kernels on local tensors come here next
         output = func(*args, **(kwargs or {}))
         arguments = tensors_in((args, kwargs))
         if _finds_shapes([*arguments, *tensors_in(output)]):
@@ -329,8 +332,8 @@ class _KernelLog(TorchDispatchMode):
         kwargs = kwargs or {}
         if isinstance(func, HigherOrderOperator):
             return func(*args, **kwargs)
-        if any(issubclass(kind, DTensor) for kind in types):
-            return NotImplemented  # DTensor's own kernels come here next
+        if _are_shared(types):
+            return NotImplemented  # kernels on local tensors come here next
         output = func(*args, **kwargs)
         operands = tensors_in((args, kwargs, output))
         if _finds_shapes(operands):

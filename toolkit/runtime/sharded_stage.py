@@ -17,6 +17,7 @@ from torch.distributed.tensor import DTensor, Replicate
 from torch.utils._pytree import tree_map_only
 
 from toolkit.errors import UserError
+from toolkit.model.gathered_weights import GatheredWeight, local_of
 from toolkit.model.loss_parallel import is_loss_parallel
 from toolkit.model.node_costs import meta_copy
 from toolkit.model.sharded_module import ShardedModule, Sharding, parallelized
@@ -87,7 +88,9 @@ class ShardedStage:
                 frozen = parameter
                 if sharding is not None:
                     local = sharding.shard(parameter.data, self.row.compute)
-                    frozen = nn.Parameter(sharding.wrap(local, self.row.compute), False)
+                    frozen = nn.Parameter(
+                        sharding.weight(local, self.row.compute), False
+                    )
                 _set_parameter(self.compute.module, name, frozen)
                 continue
             if sharding is None:
@@ -250,14 +253,13 @@ class ShardedStage:
 
 
 def local_tensors_of(module: nn.Module) -> dict[str, Tensor]:
-    """Return parameters and buffers by name, of a DTensor this device's shard."""
+    """Return parameters and buffers by name; of those that devices share this device's shard."""
     tensors: dict[str, Tensor] = {}
     for name, tensor in chain(module.named_parameters(), module.named_buffers()):
         tensors[name] = tensor
-        if isinstance(tensor, DTensor):
-            tensors[name] = (
-                tensor.to_local().detach().requires_grad_(tensor.requires_grad)
-            )
+        if isinstance(tensor, DTensor | GatheredWeight):
+            local = local_of(tensor)
+            tensors[name] = local.detach().requires_grad_(tensor.requires_grad)
     return tensors
 
 
