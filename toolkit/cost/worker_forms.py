@@ -70,11 +70,11 @@ class ModelCosts:
         if width is not None and width.devices > 1:
             # Imported where it is used: DTensor, which it needs, takes seconds to import.
             from toolkit.cost.tensor_width import profile_width
-            from toolkit.model.tensor_parallel import tensor_parallel
+            from toolkit.model.tensor_parallel import default_parallelize
 
             self._profile = partial(
                 profile_width,
-                parallelize=tensor_parallel(model, width.devices, share_loss=True),
+                parallelize=default_parallelize(model, width.devices, share_loss=True),
                 width=width,
                 precision=precision,
             )

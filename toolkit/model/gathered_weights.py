@@ -80,6 +80,10 @@ class GatheredWeight(Tensor):
 
     __torch_function__ = torch._C._disabled_torch_function_impl
 
+    def untyped_storage(self) -> torch.UntypedStorage:
+        """Return the shard's storage: the memory that keeping this weight takes."""
+        return local_of(self).untyped_storage()
+
     def whole(self) -> Tensor:
         """Return the whole weight, without autograd. Every device of the row calls it."""
         weight = self.sharded.full_tensor()

@@ -189,8 +189,8 @@ def parallelized(
     for name, module in stage.named_modules():
         if type(module).__name__.startswith("FSDP"):
             raise UserError(
-                f"parallelize: got torch's fully_shard of {name or 'the stage'}, which computes with"
-                " its own weights only, not with late ones; expected shard_parameters of"
+                f"parallelize: got torch's fully_shard of {name or 'the stage'}, which computes"
+                " with its own weights, never with late ones; expected shard_parameters of"
                 " toolkit.model.gathered_weights, which divides weights, gradients and optimizer"
                 " states alike"
             )

@@ -35,16 +35,44 @@ from torch.distributed.tensor.placement_types import Placement, _StridedShard
 from torch.nn import functional as F
 
 from toolkit.errors import UserError
+from toolkit.model.gathered_weights import shard_parameters, sharded_dimension
 from toolkit.model.gpt import is_block
 from toolkit.model.loss_parallel import LossParallel
 from toolkit.model.random_draws import seed_layer
 
 Parallelize = Callable[[nn.Module, DeviceMesh], None]
+"""Shards a stage's modules in place."""
 
 _WHOLE = Replicate()
 
 # Rows of queries, keys and values follow each other, and each of the three is shared by heads.
 _HEADS = _StridedShard(0, split_factor=3)
+
+
+def default_parallelize(
+    model: nn.Module, width: int, *, share_loss: bool = False
+) -> Parallelize | LossParallel:
+    """Return how devices share stages of ``model``: by its plan, or by shards of its weights.
+
+    Args:
+        model: any model. A decoder and ViT have a plan, by which devices share the work, too; see
+            :func:`tensor_parallel`. Others take
+            :func:`toolkit.model.gathered_weights.shard_parameters`.
+        width: number of devices.
+        share_loss: likewise of :func:`tensor_parallel`.
+
+    Raises:
+        UserError: as :func:`tensor_parallel`, or the devices can share no weight.
+    """
+    if _blocks_of(model) or _is_vit(model):
+        return tensor_parallel(model, width, share_loss=share_loss)
+    for parameter in model.parameters():
+        if sharded_dimension(parameter, width) is not None:
+            return shard_parameters
+    raise UserError(
+        f"width={width}: got a {type(model).__name__} without a weight that {width} devices can"
+        f" share; expected a matrix with {width} rows or columns or more. Use width=1"
+    )
 
 
 def tensor_parallel(
@@ -62,7 +90,7 @@ def tensor_parallel(
         UserError: there is no plan for the model, or the width does not divide its heads, its
             hidden units or, for a decoder, the length of its sequences.
     """
-    blocks = [module for module in model.modules() if is_block(module)]
+    blocks = _blocks_of(model)
     if blocks:
         _check_divides(width, "model.heads", blocks[0].heads)
         _check_divides(
@@ -71,8 +99,8 @@ def tensor_parallel(
         if share_loss:
             return LossParallel(partial(_share_decoder, scores=Shard(-1)))
         return _share_decoder
-    attentions = [m for m in model.modules() if isinstance(m, nn.MultiheadAttention)]
-    if type(model).__name__ == "VisionTransformer" and attentions:
+    if _is_vit(model):
+        attentions = _attentions_of(model)
         _check_divides(width, "the number of heads", attentions[0].num_heads)
         if attentions[0].dropout:
             raise UserError(
@@ -82,8 +110,21 @@ def tensor_parallel(
         return _share_vit
     raise UserError(
         f"width={width}: got a {type(model).__name__}; expected a model with a plan, such as gpt or"
-        " vit_b_16. In Python give Distributed(parallelize=...)"
+        " vit_b_16. shard_parameters of toolkit.model.gathered_weights takes any model"
     )
+
+
+def _blocks_of(model: nn.Module) -> list[nn.Module]:
+    """Return the blocks of a decoder of ours; none of another model."""
+    return [module for module in model.modules() if is_block(module)]
+
+
+def _attentions_of(model: nn.Module) -> list[nn.MultiheadAttention]:
+    return [m for m in model.modules() if isinstance(m, nn.MultiheadAttention)]
+
+
+def _is_vit(model: nn.Module) -> bool:
+    return type(model).__name__ == "VisionTransformer" and bool(_attentions_of(model))
 
 
 def _check_divides(width: int, name: str, size: Any) -> None:

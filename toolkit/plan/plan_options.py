@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from torch import nn
 
 from toolkit.errors import UserError, whole
-from toolkit.model.tensor_parallel import tensor_parallel
+from toolkit.model.tensor_parallel import default_parallelize
 from toolkit.plan.predictions import Limits, Predictor
 
 
@@ -68,5 +68,5 @@ def checked_widths(
             )
         predictor.width(width)
         if width > 1:
-            tensor_parallel(model, width)
+            default_parallelize(model, width)
     return widths

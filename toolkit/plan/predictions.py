@@ -14,7 +14,7 @@ from toolkit.cost.worker_forms import BUCKETS
 from toolkit.errors import UserError
 from toolkit.model import InputSpec
 from toolkit.model.partition import Traced
-from toolkit.model.tensor_parallel import tensor_parallel
+from toolkit.model.tensor_parallel import default_parallelize
 from toolkit.plan.candidates import Candidate
 from toolkit.schedule import Schedule
 from toolkit.schedule.steady_state import steps_to_time
@@ -270,7 +270,9 @@ def stage_costs(
             else:
                 stages = traced.cut(candidate.schedule.n_stages, candidate.partition)
             if predictor is not None and candidate.width > 1:
-                parallelize = tensor_parallel(model, candidate.width, share_loss=True)
+                parallelize = default_parallelize(
+                    model, candidate.width, share_loss=True
+                )
                 width = predictor.width(candidate.width)
                 costs = profile_width(stages, example, parallelize, width, precision)
             else:

@@ -47,7 +47,7 @@ class DeviceRow:
         self.row = column.row
         if column.rank == 0:
             self._start_alike(stages)
-        self.model = _without_weights(stages.model)
+        self.model = _without_weights(stages)
         last = len(stages) - 1
         self.stages = [
             ShardedStage(stage, self.row, parallelize, is_last=index == last)
@@ -230,12 +230,16 @@ def check_rows(
             )
 
 
-def _without_weights(model: nn.Module) -> nn.Module:
-    """Return a copy of ``model`` with empty trained weights, which shares all other tensors."""
+def _without_weights(stages: Stages) -> nn.Module:
+    """Return a copy of the model with empty trained weights, which shares all other tensors."""
+    model = stages.model
     # deepcopy takes what it finds here, by id, in place of a copy.
-    tensors: dict[int, Any] = {id(buffer): buffer for buffer in model.buffers()}
-    for parameter in model.parameters():
-        tensors[id(parameter)] = parameter
-        if parameter.requires_grad:
-            tensors[id(parameter)] = nn.Parameter(parameter.data.new_empty(0))
+    tensors: dict[int, Any] = {}
+    for tensor in [*model.parameters(), *model.buffers()]:
+        tensors[id(tensor)] = tensor
+    # A parameter in no stage, which no loss depends on, stays as it is.
+    for stage in stages:
+        for parameter in stage.parameters():
+            if parameter.requires_grad:
+                tensors[id(parameter)] = nn.Parameter(parameter.data.new_empty(0))
     return copy.deepcopy(model, tensors)

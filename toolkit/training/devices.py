@@ -55,7 +55,7 @@ def options_of_width(
         label_smoothing: of the loss. torch's ``loss_parallel`` has none, so scores are whole then.
 
     Raises:
-        UserError: the model has no plan for that width, or every rank writes its share.
+        UserError: the devices cannot share the model, or every rank writes its share.
     """
     width = getattr(runtime, "keywords", {}).get("width", 1)
     if width == 1:
@@ -79,9 +79,9 @@ def plan_of_width(
         label_smoothing: of the loss.
 
     Raises:
-        UserError: the model has no plan for that width.
+        UserError: the devices cannot share the model.
     """
     # Only here: to import torch's DTensors takes a second.
-    from toolkit.model.tensor_parallel import tensor_parallel
+    from toolkit.model.tensor_parallel import default_parallelize
 
-    return tensor_parallel(model, width, share_loss=not label_smoothing)
+    return default_parallelize(model, width, share_loss=not label_smoothing)
