@@ -16,6 +16,7 @@ from tests.thorough import thorough
 from tests.warm_python import run_ranks
 from toolkit.cli.explain import explain
 from toolkit.cli.process import report_mistake
+from toolkit.model import build
 from toolkit.runtime import launch
 from toolkit.runtime.meters import predicted_vs_measured
 from toolkit.runtime.process_group.watch import EXIT_FAILED
@@ -46,15 +47,33 @@ def torchrun(folder, *arguments):
     )
 
 
-def on_ranks(folder, *arguments):
+def on_ranks(folder, *arguments, n_processes=2):
     """What two ranks print that train."""
     command = [EXPERIMENTS / "train.py", *OPTIONS, *arguments]
-    return run_ranks(2, command, cwd=folder, env=dict(os.environ))
+    return run_ranks(n_processes, command, cwd=folder, env=dict(os.environ))
 
 
 def result(folder):
     (found,) = folder.rglob("result.json")
     return json.loads(found.read_text())
+
+
+def test_devices_share_the_weights_of_a_resnet(tmp_path):
+    """The results of one process, and about half of the weights that each stage of it has."""
+    alone, together = tmp_path / "alone", tmp_path / "together"
+    together.mkdir()
+    assert run("train", *OPTIONS, f"hydra.run.dir={alone}").status == 0
+    options = ("runtime=distributed", "runtime.width=2", "runtime.record=2")
+    on_ranks(together, *options, n_processes=4)
+    expected, found = result(alone), result(together)
+    for one in (expected, found):
+        del one["metrics"]["samples_per_second"]
+    assert found["metrics"] == pytest.approx(expected["metrics"], rel=1e-4)
+    model = build("resnet8", 10, image_size=8)
+    model_bytes = sum(parameter.nbytes for parameter in model.parameters())
+    # Each rank has a version of every stage or two.
+    for row in found["ranks"]:
+        assert 0.5 < row["peak_weights"] / model_bytes < 1.1
 
 
 @thorough

@@ -254,7 +254,7 @@ class Reading:
 
 def operands():
     generator = torch.Generator().manual_seed(3)
-    x = torch.randn(5, 6, generator=generator, dtype=torch.float64)
+    x = torch.randn(5, 6, generator=generator, dtype=torch.float64, requires_grad=True)
     return x, torch.randn(4, 6, generator=generator, dtype=torch.float64)
 
 

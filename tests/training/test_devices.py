@@ -44,7 +44,7 @@ TASKS = {
         "optimizer.nesterov=true",
         "schedule=cdp_v2",
         "stages=2",
-        "workers=2",
+        "microbatches=2",
     ),
 }
 DEVICES = ("runtime=distributed", "runtime.width=2", "runtime.backend=gloo")
