@@ -4,6 +4,7 @@ from dataclasses import replace
 
 import pytest
 import torch
+from torch import nn
 from torchvision.models import VisionTransformer
 
 from toolkit.cost import Hardware, profile
@@ -11,7 +12,7 @@ from toolkit.cost.tensor_width import Width, profile_width
 from toolkit.errors import UserError
 from toolkit.model import gpt, partition
 from toolkit.model.sharded_work import Exchange, device_works
-from toolkit.model.tensor_parallel import tensor_parallel
+from toolkit.model.tensor_parallel import default_parallelize, tensor_parallel
 
 FLOAT = 4
 BATCH, TOKENS, HIDDEN, WORDS = 2, 8, 16, 32
@@ -123,6 +124,34 @@ def test_devices_of_vit_sum_activations():
     assert [each for each in work.backward_exchanges if each.bytes == n_bytes] == 2 * [
         Exchange("all_reduce", n_bytes)
     ]
+
+
+def test_devices_gather_the_weights_that_they_share():
+    """Each device computes all; what an op of the backward reads is gathered once more."""
+    with torch.device("meta"):
+        model = nn.Sequential(
+            nn.Conv2d(3, 8, 3, bias=False),
+            nn.BatchNorm2d(8),
+            nn.Flatten(),
+            nn.Linear(8 * 4 * 4, 5),
+        )
+    images = torch.empty(BATCH, 3, 6, 6, device="meta")
+    stages = partition(model, 2, images, by=["2"])
+    whole = profile(stages, images)
+    works = device_works(stages, (images,), default_parallelize(model, 2), 2)
+    matrices = [8 * 3 * 9 * FLOAT, 5 * 128 * FLOAT]
+    vectors = [2 * 8 * FLOAT, 5 * FLOAT]
+    for work, cost, matrix, vector in zip(works, whole, matrices, vectors, strict=True):
+        gather = Exchange("all_gather", matrix)
+        assert list(work.exchanges) == [gather]
+        assert list(work.backward_exchanges) == [gather]
+        assert work.parameter_bytes == matrix / 2 + vector
+        for name in ("activation", "input", "output"):
+            assert getattr(work, f"{name}_bytes") == getattr(cost, f"{name}_bytes")
+        assert sum(kernel.flops for kernel in work.kernels) == cost.flops
+        assert (
+            sum(kernel.flops for kernel in work.backward_kernels) == cost.backward_flops
+        )
 
 
 def test_exchanges_take_links_within_a_machine(decoder):

@@ -15,6 +15,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from tests.runtime import models
 from toolkit.errors import UserError
+from toolkit.model import partition
 from toolkit.model.gathered_weights import GatheredWeight, shard_parameters
 from toolkit.model.sharded_module import Sharding
 from toolkit.runtime import Distributed, SingleProcess, StepOptions, join
@@ -113,6 +114,34 @@ def after(runtime, of_steps):
     return copy.deepcopy(runtime.module().state_dict())
 
 
+# Of models in 32 bits: 16-bit kernels read shards that were cast before they were gathered.
+FORMATS = {
+    "bf16": StepOptions(precision="bf16"),
+    "channels last": StepOptions(channels_last=True),
+}
+
+
+def in_formats(**others):
+    """The final states on 2 ranks, by format."""
+    if not others:
+        others = {"world": join(device="cpu")}
+    schedule = catalog.cyclic(2)
+    of_steps = [(images.float(), labels) for images, labels in batches_of(schedule)]
+    found = {}
+    for name, options in FORMATS.items():
+        model = models.residual().float()
+        runtime = Distributed(
+            partition(model, 2, torch.zeros(3, 1, 6, 6)),
+            schedule,
+            nesterov,
+            F.cross_entropy,
+            options=options,
+            **others,
+        )
+        found[name] = after(runtime, of_steps)
+    return found
+
+
 def odd_model(kind, name, **others):
     make, cut, batches, loss = MODELS[name]
     schedule = catalog.cyclic(2, n_stages=2)
@@ -136,6 +165,7 @@ def train_all(names):
     found["models"] = {
         name: odd_model(Distributed, name, **on_two_devices(world)) for name in MODELS
     }
+    found["formats"] = in_formats(**on_two_devices(world))
     found["resumed"] = resumed(world)
     found["sizes"] = sizes(world)
     found["refused"] = refused(world)

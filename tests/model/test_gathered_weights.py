@@ -56,6 +56,14 @@ def test_odd_models_follow_the_single_process(found, name):
         assert_same(of_process["models"][name], expected, 1e-10, 1e-10)
 
 
+def test_formats_are_those_of_ranks_of_one_device(found):
+    """In 16 bits a kernel of whole weights rounds alike, whoever gathered them."""
+    for expected in launch(gathered_models.in_formats, 2):
+        for of_process in found:
+            for name, state in of_process["formats"].items():
+                assert_same(state, expected[name], rtol=0, atol=1e-6)
+
+
 def test_a_state_moves_between_widths(found):
     """From one device a rank to two, bit by bit, and back."""
     of_steps = gathered_models.batches_of(gathered_models.RESUMED[0])

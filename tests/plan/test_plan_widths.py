@@ -163,12 +163,23 @@ def test_refuses_widths_that_machines_cannot_have(widths, hardware, words):
         )
 
 
+class Scaling(torch.nn.Module):
+    """Its weight is a vector, which devices do not share."""
+
+    def __init__(self):
+        super().__init__()
+        self.gain = torch.nn.Parameter(torch.ones(WORDS))
+
+    def forward(self, tokens):
+        return tokens[..., None] * self.gain
+
+
 def test_refuses_widths_that_models_cannot_have():
     options = PlanOptions(jobs=1, widths=[1, 2])
     with pytest.raises(UserError, match=r"width=2 .*heads, 1"):
         plan(decoder(heads=1), FORM, MACHINES, 2, batch=2, options=options)
-    with pytest.raises(UserError, match=r"width=2: .*Embedding"):
-        plan(torch.nn.Embedding(WORDS, 4), FORM, MACHINES, 2, batch=2, options=options)
+    with pytest.raises(UserError, match=r"width=2: .*Scaling"):
+        plan(Scaling(), FORM, MACHINES, 2, batch=2, options=options)
     costs = FileCosts(Path("mine.csv"), (StageCost(1.0, 1.0),), batch=2)
     with pytest.raises(UserError, match=r"mine.csv .*widths=\[1, 2\]"):
         plan_costs(costs, MACHINES, 2, batch=2, options=options)

@@ -10,6 +10,7 @@ from torch.nn import functional as F
 
 from tests.thorough import THOROUGH
 from toolkit.model import gpt, partition
+from toolkit.model.gathered_weights import GatheredWeight, shard_parameters
 from toolkit.model.kernel_work import tensors_in
 from toolkit.model.peak_memory import LiveMemory
 from toolkit.model.tensor_parallel import tensor_parallel
@@ -25,6 +26,7 @@ STEPS = 2
 CASES: dict[str, tuple[Schedule, int]] = {
     "GPipe": (catalog.gpipe(4, 8), 1),
     "GPipe, width 2": (catalog.gpipe(2, 6), 2),
+    "1F1B, shared weights": (catalog.one_f_one_b(2, 6), 2),
 }
 if THOROUGH:
     CASES |= {
@@ -32,12 +34,20 @@ if THOROUGH:
         "CDP-v2": (catalog.cyclic(4, placement="per_stage"), 1),
         "1F1B, width 2": (catalog.one_f_one_b(2, 6), 2),
         "CDP-v2, width 2": (catalog.cyclic(2, placement="per_stage"), 2),
+        "CDP-v2, shared weights": (catalog.cyclic(2, placement="per_stage"), 2),
     }
 
 
 def decoder():
     torch.manual_seed(0)
     return gpt(WORDS, TOKENS, layers=4, width=128, heads=4)
+
+
+def parallelize_of(name, model):
+    """How devices share the decoder in a case: by its plan, or its weights alone."""
+    if name.endswith("shared weights"):
+        return shard_parameters
+    return tensor_parallel(model, 2, share_loss=True)
 
 
 def token_loss(scores, tokens):
@@ -55,8 +65,8 @@ class DeviceMemory(LiveMemory):
     def __torch_dispatch__(
         self, func: Any, types: Any, args: Any = (), kwargs: Any = None
     ) -> Any:
-        if any(issubclass(kind, DTensor) for kind in types):
-            return NotImplemented  # DTensor's own kernels come here next
+        if any(issubclass(kind, DTensor | GatheredWeight) for kind in types):
+            return NotImplemented  # kernels on local tensors come here next
         output = func(*args, **(kwargs or {}))
         arguments = tensors_in((args, kwargs))
         if any(
@@ -80,8 +90,7 @@ def peaks() -> dict[str, int]:
         tokens = torch.randint(WORDS, (schedule.n_microbatches * BATCH, TOKENS))
         options = {}
         if width > 1:
-            parallelize = tensor_parallel(model, width, share_loss=True)
-            options = {"width": width, "parallelize": parallelize}
+            options = {"width": width, "parallelize": parallelize_of(name, model)}
         runtime = Distributed(
             partition(model, schedule.n_stages, tokens[:BATCH]),
             schedule,

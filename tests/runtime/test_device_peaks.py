@@ -7,7 +7,6 @@ from tests.runtime import device_peaks
 from toolkit.cost import UNIT, profile, simulate
 from toolkit.cost.tensor_width import Width, profile_width
 from toolkit.model import partition
-from toolkit.model.tensor_parallel import tensor_parallel
 from toolkit.runtime import launch
 
 WITHIN = 0.02
@@ -19,8 +18,10 @@ def measured():
     return launch(device_peaks.peaks, 4)
 
 
-def predicted(schedule, width):
-    """The timeline of a case, from stages on the meta device."""
+def predicted(name, width=None):
+    """The timeline of a case, or with another width, from stages on the meta device."""
+    schedule, width_of_case = device_peaks.CASES[name]
+    width = width or width_of_case
     with torch.device("meta"):
         model = device_peaks.decoder()
     tokens = torch.zeros(
@@ -30,7 +31,7 @@ def predicted(schedule, width):
     if width == 1:
         costs = profile(stages, tokens)
     else:
-        parallelize = tensor_parallel(model, width, share_loss=True)
+        parallelize = device_peaks.parallelize_of(name, model)
         costs = profile_width(stages, tokens, parallelize, Width(width, UNIT))
     no_states = [0.0] * schedule.n_stages
     return simulate(schedule.lower(4).verify(), costs, UNIT, no_states)
@@ -39,7 +40,7 @@ def predicted(schedule, width):
 @pytest.mark.parametrize("name", device_peaks.CASES)
 def test_simulated_peaks_are_those_that_devices_have(measured, name):
     schedule, width = device_peaks.CASES[name]
-    timeline = predicted(schedule, width)
+    timeline = predicted(name)
     assert schedule.n_ranks * width == len(measured)
     for process, peaks in enumerate(measured):
         assert timeline.peak_memory(process // width) == pytest.approx(
@@ -50,9 +51,11 @@ def test_simulated_peaks_are_those_that_devices_have(measured, name):
 def test_two_devices_hold_less_than_one(measured):
     """The tolerance is far below what a width changes."""
     for name in device_peaks.CASES:
-        schedule, width = device_peaks.CASES[name]
+        _, width = device_peaks.CASES[name]
         if width == 1 or name.startswith("CDP"):
             continue  # CDP keeps a second version of the weights
-        whole = predicted(schedule, 1)
+        # Where devices share weights alone, activations are whole.
+        share = 0.85 if name.endswith("shared weights") else 0.8
+        whole = predicted(name, 1)
         for process, peaks in enumerate(measured):
-            assert peaks[name] < 0.8 * whole.peak_memory(process // 2)
+            assert peaks[name] < share * whole.peak_memory(process // 2)

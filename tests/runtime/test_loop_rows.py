@@ -22,6 +22,7 @@ from tests.runtime.device_rows import (
 from tests.runtime.models import assert_same
 from tests.thorough import THOROUGH, more, thorough
 from toolkit.errors import UserError
+from toolkit.model.gathered_weights import shard_parameters
 from toolkit.model.loss_parallel import LossParallel
 from toolkit.runtime import CyclicDataParallel, StepOptions, join, launch
 from toolkit.schedule import catalog
@@ -34,6 +35,7 @@ CASES = {
     "v2 SGD": (catalog.cyclic(2), sgd, PLAIN, by_sequence),
     "v2 AdamW": (catalog.cyclic(2), adamw, CLIPPED, by_columns_and_rows),
     "DP": (catalog.data_parallel(2), sgd, CLIPPED, by_columns_and_rows),
+    "v2 sharing weights": (catalog.cyclic(2), sgd, CLIPPED, shard_parameters),
 }
 N_BEFORE = 2
 

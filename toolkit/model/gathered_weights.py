@@ -12,7 +12,7 @@ What autograd keeps for the backward is the :class:`GatheredWeight`, and so the 
 """
 
 from collections.abc import Sequence
-from typing import Any, Self, cast
+from typing import Any, Self
 
 import torch
 from torch import Tensor, nn
@@ -55,12 +55,7 @@ class GatheredWeight(Tensor):
         """Return the weight, with the shape of the whole one after ``views``."""
         # No mode may count this tensor, which only finds a shape.
         with _disable_current_modes():
-            form = torch.empty_strided(
-                tuple(sharded.shape),
-                sharded.stride(),
-                dtype=sharded.dtype,
-                device="meta",
-            )
+            form = torch.empty(sharded.shape, dtype=sharded.dtype, device="meta")
             for view, arguments in views:
                 form = view(form, *arguments)
         weight = Tensor._make_wrapper_subclass(
@@ -72,13 +67,14 @@ class GatheredWeight(Tensor):
         )
         weight.sharded = sharded
         weight._views = views
-        return cast(Self, weight)
+        return weight
 
     def __repr__(self) -> str:  # type: ignore[override]
         """Return the shape; the numbers would take an all-gather."""
         return f"{type(self).__name__}(shape={tuple(self.shape)})"
 
-    __torch_function__ = torch._C._disabled_torch_function_impl
+    # Python functions of torch see a plain tensor; only kernels meet this class.
+    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
 
     def untyped_storage(self) -> torch.UntypedStorage:
         """Return the shard's storage: the memory that keeping this weight takes."""
@@ -86,13 +82,13 @@ class GatheredWeight(Tensor):
 
     def whole(self) -> Tensor:
         """Return the whole weight, without autograd. Every device of the row calls it."""
-        weight = self.sharded.full_tensor()
+        weight = self.sharded.full_tensor().contiguous()
         for view, arguments in self._views:
             weight = view(weight, *arguments)
         return weight
 
     @classmethod
-    def __torch_dispatch__(
+    def __torch_dispatch__(  # type: ignore[override]
         cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
     ) -> Any:
         """Call ``func``, which autograd has recorded, with whole weights."""

@@ -83,7 +83,7 @@ class _Gathered(torch.autograd.Function):
         return GatheredWeight(sharding.wrap(local.detach(), mesh))
 
     @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> Any:  # type: ignore[override]
+    def backward(ctx: Any, gradient: Tensor) -> Any:
         # Devices computed the same, so each has the whole gradient already.
         return ctx.sharding.shard(gradient, ctx.mesh), None, None
 
