@@ -1,4 +1,4 @@
-"""What a width does to stages: several devices share the stages of a rank (tensor parallelism).
+"""What a width does to stages: several devices share the stages of a rank.
 
 Costs are then those of one device. Its kernels, shards and collectives are counted on the sharded
 stages themselves: see :mod:`toolkit.model.sharded_work`. Collectives within an op follow its

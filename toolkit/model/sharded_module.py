@@ -222,5 +222,6 @@ def _check_hooks_run(stage: fx.GraphModule) -> None:
             raise UserError(
                 f"parallelize: got a plan for {name}, which the traced stage does not call;"
                 f" expected modules that it calls, such as {sorted(called)[:2]}. torch.fx calls"
-                " torch's own layers; torch.export, as for models of transformers, calls none"
+                " torch's own layers; torch.export, as for models of transformers, calls none."
+                " shard_parameters of toolkit.model.gathered_weights takes any model"
             )

@@ -39,7 +39,7 @@ class Candidate:
         checkpoint: ``none`` or ``all``: stages that compute their forward twice.
         within: share of a step that the fresher weights of an affordable delay may cost; None: the
             delay is that of the spec.
-        width: devices of a rank, which share its stages by tensor parallelism.
+        width: devices of a rank, which share its stages.
         compression: of messages of gradients and weights, as ``runtime.compression``.
     """
 

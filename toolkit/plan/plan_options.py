@@ -23,7 +23,7 @@ class PlanOptions:
         jobs: processes; by default as many as CPUs.
         command_options: options of a command line that describe the model, its samples and the
             machines.
-        widths: devices of a rank, to choose from, by tensor parallelism.
+        widths: devices of a rank, to choose from.
         width_efficiency: as for :class:`toolkit.cost.tensor_width.Width`.
         compressions: of messages, which candidates may have; ``none`` is always tried.
     """

@@ -71,6 +71,7 @@ def check_width(
     if not is_parallelized:
         raise UserError(
             f"width={n_devices} needs to know how devices share a stage: give"
+            " parallelize=shard_parameters of toolkit.model.gathered_weights, or"
             " parallelize=lambda stage, mesh: parallelize_module(stage, mesh, plan)"
         )
     if options.compile != "none":

@@ -1,4 +1,4 @@
-"""A stage that the devices of a rank share (tensor parallelism).
+"""A stage that the devices of a rank share, by tensor parallelism or by shards of its weights.
 
 The runtime holds and sends the *local shards*: see :mod:`toolkit.model.sharded_module`. They become
 DTensors where the user's optimizers see them, whose states are DTensors, too.
