@@ -149,8 +149,23 @@ def odd_model(kind, name, **others):
     return after(runtime, batches(2, STEPS))
 
 
+def on_devices(world, width):
+    return {"world": world, "width": width, "parallelize": shard_parameters}
+
+
 def on_two_devices(world):
-    return {"world": world, "width": 2, "parallelize": shard_parameters}
+    return on_devices(world, 2)
+
+
+ON_ONE_RANK = (catalog.gradient_accumulation(2, 2), nesterov, CLIPPED)
+
+
+def on_one_rank():
+    """The final state on one rank of all processes."""
+    world = join(device="cpu")
+    options = on_devices(world, world.size)
+    runtime = runtime_of(Distributed, *ON_ONE_RANK, **options)
+    return after(runtime, batches_of(ON_ONE_RANK[0]))
 
 
 def train_all(names):

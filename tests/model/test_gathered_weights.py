@@ -8,7 +8,7 @@ from tests.model import gathered_models
 from tests.model.gathered_models import CASES, MODELS, OPS
 from tests.runtime import models
 from tests.runtime.models import assert_same
-from tests.thorough import more
+from tests.thorough import more, thorough
 from toolkit.errors import UserError
 from toolkit.model.gathered_weights import sharded_dimension
 from toolkit.model.tensor_parallel import default_parallelize
@@ -54,6 +54,17 @@ def test_odd_models_follow_the_single_process(found, name):
     expected = gathered_models.odd_model(SingleProcess, name)
     for of_process in found:
         assert_same(of_process["models"][name], expected, 1e-10, 1e-10)
+
+
+@thorough
+@pytest.mark.parametrize("width", [3, 4])
+def test_other_widths_follow_the_single_process(width):
+    """Each of three devices has a row of every kernel, and each of four a channel."""
+    runtime = gathered_models.runtime_of(SingleProcess, *gathered_models.ON_ONE_RANK)
+    of_steps = gathered_models.batches_of(gathered_models.ON_ONE_RANK[0])
+    expected = gathered_models.after(runtime, of_steps)
+    for state in launch(gathered_models.on_one_rank, width):
+        assert_same(state, expected, 1e-10, 1e-10)
 
 
 def test_formats_are_those_of_ranks_of_one_device(found):
