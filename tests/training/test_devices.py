@@ -50,7 +50,7 @@ TASKS = {
 DEVICES = ("runtime=distributed", "runtime.width=2", "runtime.backend=gloo")
 
 
-def built(folder, task, *more):
+def built(folder, *more, task="decoder"):
     overrides = [*TASKS[task], "batch=2", "device=cpu"]
     if task == "decoder":
         overrides.append(f"data.root={Path(folder) / 'text.txt'}")
@@ -62,7 +62,7 @@ def on_devices(folder, task, n_epochs=1):
     join()
     is_first = os.environ["RANK"] == "0"
     run_folder = Path(folder) / ("run" if is_first else "elsewhere")
-    run = built(folder, task, f"epochs={n_epochs}", *DEVICES)
+    run = built(folder, f"epochs={n_epochs}", *DEVICES, task=task)
     return weights(run_with_checkpoints(run, run_folder, resume=n_epochs > 1))
 
 
@@ -77,19 +77,23 @@ def test_devices_train_as_one_process_and_both_resume(tmp_path, task):
     (tmp_path / "text.txt").write_text(TEXT)
     alone = tmp_path / "alone"
     found = launch(on_devices, 4, str(tmp_path), task)
-    first = run_with_checkpoints(built(tmp_path, task, "epochs=1"), alone)
+    first = run_with_checkpoints(built(tmp_path, "epochs=1", task=task), alone)
     for state in found:
         assert_close(state, weights(first))
     assert not (tmp_path / "elsewhere").exists()
     # Both learning rates follow the same curve from here on.
     resumed, expected = (
         weights(
-            run_with_checkpoints(built(tmp_path, task, "epochs=2"), folder, resume=True)
+            run_with_checkpoints(
+                built(tmp_path, "epochs=2", task=task), folder, resume=True
+            )
         )
         for folder in (tmp_path / "run", alone)
     )
     assert_close(resumed, expected)
-    last = run_with_checkpoints(built(tmp_path, task, "epochs=3"), alone, resume=True)
+    last = run_with_checkpoints(
+        built(tmp_path, "epochs=3", task=task), alone, resume=True
+    )
     for state in launch(on_devices, 4, str(tmp_path), task, 3):
         assert_close(state, weights(last))
 
