@@ -35,13 +35,15 @@ class InstructionLists:
         self.by_turn: list[list[list[Instruction]]] = []
         for _ in range(n_ranks):
             self.by_turn.append([[] for _ in _TURNS])
+        # The peers of a message. All messages of a rank share one tuple.
+        self._alone = [(rank,) for rank in range(n_ranks)]
 
     def add_message(
         self, turn: int, source: int, target: int, tick: int, content: tuple
     ) -> None:
         """Send ``content``, the fields ``stage`` to ``buffer`` of an instruction, at ``tick``."""
-        send = (tick, SEND, *content, (target,))
-        receive = (tick, RECV, *content, (source,))
+        send = (tick, SEND, *content, self._alone[target])
+        receive = (tick, RECV, *content, self._alone[source])
         self.by_turn[source][turn].append(make_instruction(send))
         self.by_turn[target][turn].append(make_instruction(receive))
 

@@ -29,7 +29,6 @@ The order of messages is the same on all ranks, so that blocking channels cannot
 """
 
 from collections import defaultdict
-from functools import partial
 from itertools import chain, pairwise
 from operator import itemgetter
 from typing import TYPE_CHECKING
@@ -39,7 +38,10 @@ from toolkit.schedule.instruction import (
     ACTIVATION,
     ACTIVATION_GRADIENT,
     ALL_REDUCE,
+    BACKWARD,
+    BACKWARD_WEIGHT,
     COMPENSATED,
+    FORWARD,
     FREE,
     GRADIENT,
     PREDICT,
@@ -70,10 +72,8 @@ from toolkit.schedule.weight_handover import Read, Update, WeightHandover
 if TYPE_CHECKING:
     from toolkit.schedule.schedule import Schedule
 
-# The constructors of Read and Instruction take twice as long as a bare tuple, and a program may
-# have a million of them. Ops below are tuples of Instruction's fields: tick, action, stage,
-# micro-batch, step, version, buffer, peers. The part that messages share begins with the stage.
-_make_read = partial(tuple.__new__, Read)
+_Place = tuple[int, int, list[Read]]
+"""Rank of a micro-batch at a stage, weight version that it reads, and all reads of that version."""
 
 
 def lower(schedule: "Schedule", n_steps: int, first_step: int = 0) -> Program:
@@ -135,61 +135,71 @@ class _Lowering:
     def _compute(self) -> None:
         """Add the ops, their boundary messages, and the end of their activations."""
         schedule, timing = self.schedule, self.schedule.timing
-        ops = sorted((start, *op) for op, start in timing.starts.items())
         action_of_kind = [*map(Action, Kind)]
-        stages = range(schedule.n_stages)
-        microbatches = range(schedule.n_microbatches)
-        first_version = [schedule.first_version(stage) for stage in stages]
+        ops = []
+        for (kind, stage, microbatch), start in timing.starts.items():
+            ops.append((start, action_of_kind[kind], stage, microbatch))
+        ops.sort()
+        last_stage = schedule.n_stages - 1
         is_corrected = schedule.corrected.kind != "none"
         by_turn = self.lists.by_turn
-        reads = self.handover.reads
         add_message = self.lists.add_message
         for step in self.steps:
             step_start = (step - self.steps.start) * timing.period
-            delays = schedule.delays(step)
-            rank_of = []
-            for stage in stages:
-                rank_of.append([schedule.rank(stage, m, step) for m in microbatches])
-            for op_start, kind, stage, microbatch in ops:
+            places = self._places(step)
+            for op_start, action, stage, microbatch in ops:
                 start = step_start + op_start
                 end = start + self.slot
-                rank = rank_of[stage][microbatch]
+                rank, version, reads = places[stage][microbatch]
 
                 # The weights that the op reads, and how they are corrected, if they are.
-                version = max(first_version[stage], step - delays[stage][microbatch])
-                read = _make_read((start, end, rank, kind != Kind.FORWARD))
+                read = (start, end, rank, action != FORWARD)
                 buffer = None
                 if is_corrected:
-                    buffer = schedule.read_by(
-                        Op(kind, stage, microbatch), version, step
-                    )
+                    op = Op(Kind(action), stage, microbatch)
+                    buffer = schedule.read_by(op, version, step)
                     self._add_read(read, stage, version, step, buffer)
                 else:
-                    reads[stage, version].append(read)
+                    reads.append(read)
 
-                # The op.
-                action = action_of_kind[kind]
-                op = (start, action, stage, microbatch, step, version, buffer, ())
-                by_turn[rank][OPS].append(make_instruction(op))
+                # The op: a tuple of Instruction's fields, whose constructor takes twice as long.
+                compute = (start, action, stage, microbatch, step, version, buffer, ())
+                by_turn[rank][OPS].append(make_instruction(compute))
 
                 # Rule 1: its output goes to the next stage, a gradient to the one before.
-                if kind == Kind.FORWARD:
-                    if stage < schedule.n_stages - 1:
-                        target = rank_of[stage + 1][microbatch]
+                if action == FORWARD:
+                    if stage < last_stage:
+                        target = places[stage + 1][microbatch][0]
                         if target != rank:
                             output = (stage, microbatch, step, None, ACTIVATION)
                             add_message(BOUNDARIES, rank, target, end, output)
-                elif kind != Kind.BACKWARD_WEIGHT and stage > 0:
-                    target = rank_of[stage - 1][microbatch]
+                elif action != BACKWARD_WEIGHT and stage > 0:
+                    target = places[stage - 1][microbatch][0]
                     if target != rank:
                         gradient = (stage, microbatch, step, None, ACTIVATION_GRADIENT)
                         add_message(BOUNDARIES, rank, target, end, gradient)
 
                 # Rule 6: its activations end.
-                if kind == Kind.BACKWARD or kind == Kind.BACKWARD_WEIGHT:
+                if action == BACKWARD or action == BACKWARD_WEIGHT:
                     free = (end, FREE, stage, microbatch, step, None, ACTIVATION, ())
                     by_turn[rank][FREES].append(make_instruction(free))
                     self.shares[stage, step].append((rank, end))  # ends ascend
+
+    def _places(self, step: int) -> list[list[_Place]]:
+        """Return ``[stage][microbatch]``, what all ops of a micro-batch at a stage share."""
+        schedule = self.schedule
+        delays = schedule.delays(step)
+        places = []
+        for stage in range(schedule.n_stages):
+            first_version = schedule.first_version(stage)
+            places_of_stage = []
+            for microbatch, delay in enumerate(delays[stage]):
+                rank = schedule.rank(stage, microbatch, step)
+                version = max(first_version, step - delay)
+                reads = self.handover.reads[stage, version]
+                places_of_stage.append((rank, version, reads))
+            places.append(places_of_stage)
+        return places
 
     def _add_read(
         self, read: Read, stage: int, version: int, step: int, buffer: Buffer | None
@@ -197,9 +207,10 @@ class _Lowering:
         """Add what an op at ``step`` reads of ``version``, or in place of it, or besides it."""
         if buffer == PREDICTION:
             # The prediction lasts from its first read on a rank to this one, the latest so far.
+            _, end, rank, is_backward = read
             reads_of_ranks = self.predicted[stage, version, step]
-            first_read = reads_of_ranks.get(read.rank, read)
-            reads_of_ranks[read.rank] = read._replace(start=first_read.start)
+            first_start, *_ = reads_of_ranks.get(rank, read)
+            reads_of_ranks[rank] = (first_start, end, rank, is_backward)
             return
         self.handover.reads[stage, version].append(read)
         if buffer == COMPENSATED:
@@ -215,9 +226,8 @@ class _Lowering:
                 turns[PREDICTIONS].append(Instruction(start, PREDICT, *prediction))
                 turns[PREDICTION_FREES].append(Instruction(end, FREE, *prediction))
                 for source_version in (version - 1, version):
-                    self.handover.reads[stage, source_version].append(
-                        Read(start, start, rank)
-                    )
+                    read = (start, start, rank, False)
+                    self.handover.reads[stage, source_version].append(read)
 
     def _reduce_and_update(self, stage: int, step: int) -> Update:
         """Sum the gradient of a stage and step over its ranks, and update."""

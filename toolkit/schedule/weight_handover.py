@@ -25,13 +25,9 @@ if TYPE_CHECKING:
     from toolkit.schedule.schedule import Schedule
 
 
-class Read(NamedTuple):
-    """A rank computes with a weight version from tick ``start`` to tick ``end``."""
-
-    start: int
-    end: int
-    rank: int
-    backward: bool = False
+# A plain tuple: there is one for each op, and named fields take four times as long to read.
+Read = tuple[int, int, int, bool]
+"""First and last tick of a computation with a weight version, its rank, whether it is a backward."""
 
 
 class Update(NamedTuple):
@@ -107,14 +103,19 @@ class WeightHandover:
     ) -> None:
         """Replicated: the version goes once to each rank that reads it, and stays there."""
         reads = sorted(self.reads[stage, version])
-        first_read: dict[int, Read] = {}
-        for read in reads:
-            first_read.setdefault(read.rank, read)
+        first_start: dict[int, int] = {}  # by rank, in order of the starts
+        last_end: dict[int, int] = {}
+        for start, end, rank, _ in reads:
+            if rank not in first_start:
+                first_start[rank] = start
+                last_end[rank] = end
+            elif end > last_end[rank]:
+                last_end[rank] = end
 
         # 1. Ranks that made the version have it; the others get it along paths from the owner.
         last_use = dict.fromkeys(update.ranks, update.tick)
         handovers = []
-        for path in self._handover_paths(stage, first_read):
+        for path in self._handover_paths(stage, first_start):
             source = self.owners[stage]
             for target in path:
                 if target not in update.ranks:
@@ -128,8 +129,9 @@ class WeightHandover:
         next_tick = inf
         for source, target in reversed(handovers):
             # A rank that only passes the version on counts as if it read it last.
-            source_ready = first_read.get(source, reads[-1]).start + self.slot
-            target_needs = first_read.get(target, reads[-1]).start - self.slot
+            last_start, *_ = reads[-1]
+            source_ready = first_start.get(source, last_start) + self.slot
+            target_needs = first_start.get(target, last_start) - self.slot
             next_tick = min(source_ready, target_needs, next_tick)
             handover_ticks.append(int(max(update.tick, next_tick)))
         handover_ticks.reverse()
@@ -139,8 +141,8 @@ class WeightHandover:
             last_use[target] = tick
 
         # 3. A rank frees it after its last op with it, or after the update that replaces it.
-        for read in reads:
-            last_use[read.rank] = max(last_use[read.rank], read.end)
+        for rank, end in last_end.items():
+            last_use[rank] = max(last_use[rank], end)
         if next_update is not None:
             for rank in next_update.ranks:
                 last_use[rank] = max(last_use[rank], next_update.tick)
@@ -148,7 +150,7 @@ class WeightHandover:
             self._free(tick, rank, stage, version)
 
     def _handover_paths(
-        self, stage: int, first_read: dict[int, Read]
+        self, stage: int, first_start: dict[int, int]
     ) -> list[list[int]]:
         """Return the two paths of ranks on which a version goes from the owner, in order.
 
@@ -158,13 +160,12 @@ class WeightHandover:
         if self.rings:
             *other_groups, owner_group = self.rings[stage]
             ring_paths = [*chain.from_iterable(other_groups)], owner_group[:-1]
-            return [_until_last_reader(path, first_read) for path in ring_paths]
-        owner_read = first_read.get(self.owners[stage])
-        owner_start = None if owner_read is None else owner_read.start
+            return [_until_last_reader(path, first_start) for path in ring_paths]
+        owner_start = first_start.get(self.owners[stage])
         earlier_or_later: list[int] = []
         with_owner: list[int] = []
-        for rank, read in first_read.items():
-            path = with_owner if read.start == owner_start else earlier_or_later
+        for rank, start in first_start.items():
+            path = with_owner if start == owner_start else earlier_or_later
             path.append(rank)
         return [earlier_or_later, with_owner]
 
@@ -232,9 +233,10 @@ class WeightHandover:
         moments = []
         for start, simultaneous_reads in groupby(reads_in_order, key=itemgetter(0)):
             reads = [*simultaneous_reads]
-            ranks = sorted({read.rank for read in reads})
-            end = max(read.end for read in reads)
-            moments.append(_Moment(start, ranks, end, reads[0].backward))
+            ranks = sorted({rank for _, _, rank, _ in reads})
+            end = max(end for _, end, _, _ in reads)
+            _, _, _, is_backward = reads[0]
+            moments.append(_Moment(start, ranks, end, is_backward))
         return moments
 
     def _send(
@@ -258,7 +260,7 @@ class WeightHandover:
 
 
 def _until_last_reader(
-    path: "list[int] | tuple[int, ...]", readers: dict[int, Read]
+    path: "list[int] | tuple[int, ...]", readers: dict[int, int]
 ) -> list[int]:
     """Return ``path`` without the ranks after the last that reads the version."""
     n_ranks = len(path)
