@@ -1,5 +1,6 @@
 """Which fields each instruction has, and what they may refer to."""
 
+from collections.abc import Sequence
 from itertools import product
 from typing import TYPE_CHECKING
 
@@ -59,6 +60,47 @@ class FormCheck:
         self.microbatches = {None, *range(schedule.n_microbatches)}
         self.steps = {None, *program.steps}
 
+    def find(
+        self, rank: int, instructions: Sequence[Instruction]
+    ) -> tuple[Instruction, str] | None:
+        """Return the first faulty instruction of ``rank`` and what is wrong with it, or None."""
+        if self._are_sound(rank, instructions):
+            return None
+        for instruction in instructions:
+            fault = self.fault(rank, instruction)
+            if fault is not None:
+                return instruction, fault
+        return None
+
+    def _are_sound(self, rank: int, instructions: Sequence[Instruction]) -> bool:
+        """Whether :meth:`fault` finds nothing in any instruction of ``rank``."""
+        # A rank has many instructions but few different values of each field, so each value is
+        # checked once: this takes a third of the time.
+        if not instructions:
+            return True
+        _, actions, stages, microbatches, steps, versions, buffers, peers = zip(
+            *instructions, strict=True
+        )
+        is_inside = (
+            self.stages.issuperset(stages)
+            and self.microbatches.issuperset(microbatches)
+            and self.steps.issuperset(steps)
+        )
+        forms = zip(
+            actions,
+            buffers,
+            [microbatch is None for microbatch in microbatches],
+            [step is None for step in steps],
+            [version is None for version in versions],
+            strict=True,
+        )
+        if not is_inside or not _FORMS.issuperset(forms):
+            return False
+        return all(
+            self._has_peers(rank, action, peers_of_action)
+            for action, peers_of_action in {*zip(actions, peers, strict=True)}
+        )
+
     def fault(self, rank: int, i: Instruction) -> str | None:
         """Return what is wrong with an instruction of ``rank``, or None."""
         _, action, stage, microbatch, step, version, buffer, peers = i
@@ -72,13 +114,17 @@ class FormCheck:
         )
         if not is_inside:
             return "the program has no such stage, micro-batch or step"
+        if not self._has_peers(rank, action, peers):
+            return "there are no such peers"
+        return None
+
+    def _has_peers(self, rank: int, action: Action, peers: tuple[int, ...]) -> bool:
+        """Whether ``rank`` can do ``action`` with these peers."""
         if action in _MESSAGES:
-            has_peers = len(peers) == 1 and peers[0] != rank and peers[0] in self.ranks
-        elif action.communicates:
+            return len(peers) == 1 and peers[0] != rank and peers[0] in self.ranks
+        if action.communicates:
             # A peer that occurs twice, or is no rank, makes the set smaller.
-            has_peers = rank in peers and len({*peers}.intersection(self.ranks)) == len(
+            return rank in peers and len({*peers}.intersection(self.ranks)) == len(
                 peers
             )
-        else:
-            has_peers = not peers
-        return None if has_peers else "there are no such peers"
+        return not peers

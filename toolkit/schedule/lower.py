@@ -72,6 +72,8 @@ from toolkit.schedule.weight_handover import Read, Update, WeightHandover
 if TYPE_CHECKING:
     from toolkit.schedule.schedule import Schedule
 
+_LAST_BACKWARDS = (BACKWARD, BACKWARD_WEIGHT)
+
 _Place = tuple[int, int, list[Read]]
 """Rank of a micro-batch at a stage, weight version that it reads, and all reads of that version."""
 
@@ -180,7 +182,7 @@ class _Lowering:
                         add_message(BOUNDARIES, rank, target, end, gradient)
 
                 # Rule 6: its activations end.
-                if action == BACKWARD or action == BACKWARD_WEIGHT:
+                if action in _LAST_BACKWARDS:
                     free = (end, FREE, stage, microbatch, step, None, ACTIVATION, ())
                     by_turn[rank][FREES].append(make_instruction(free))
                     self.shares[stage, step].append((rank, end))  # ends ascend

@@ -7,10 +7,11 @@ all ranks together is that of the schedule.
 """
 
 from collections.abc import Iterator, Sequence
-from heapq import heappop, heappush
+from heapq import heappop, heappush, heappushpop
 
 from toolkit.schedule.instruction import (
     BACKWARD_WEIGHT,
+    FREE,
     RECV,
     SEND,
     UPDATE,
@@ -18,7 +19,7 @@ from toolkit.schedule.instruction import (
     Instruction,
 )
 
-_MESSAGES = (SEND, RECV)
+_OTHER_END = {SEND: RECV, RECV: SEND}
 # By action, its turn at a tick: what releases and moves is first, then forwards, and then
 # backwards, which free as they go.
 _TURNS = [1, *[2] * BACKWARD_WEIGHT, *[0] * (len(Action) - UPDATE)]
@@ -49,16 +50,16 @@ def replay(ranks: Sequence[Sequence[Instruction]]) -> Iterator[tuple[int, Instru
     while ready:
         # The place of a rank has the rank as its last digit, see _place.
         rank = heappop(ready) % n_ranks
-        order = ranks[rank]
-        index = position[rank]
 
-        # The rank continues until it waits, has finished, or another rank's instruction is earlier.
+        # Instructions of different ranks, until the rank that runs waits or has finished.
         while True:
+            order = ranks[rank]
+            index = position[rank]
             instruction = order[index]
             action = instruction.action
-            if not action.communicates:
+            if action < SEND or action == FREE:
                 yield rank, instruction
-            elif action in _MESSAGES:
+            elif action in _OTHER_END:
                 (peer,) = instruction.peers
                 peer_instruction = waiting.get(peer)
                 if peer_instruction is None or not _meet(
@@ -66,12 +67,12 @@ def replay(ranks: Sequence[Sequence[Instruction]]) -> Iterator[tuple[int, Instru
                 ):
                     waiting[rank] = instruction
                     break
-                send = (rank, instruction)
-                receive = (peer, peer_instruction)
-                if action == RECV:
-                    send, receive = receive, send
-                yield send
-                yield receive
+                if action == SEND:
+                    yield rank, instruction
+                    yield peer, peer_instruction
+                else:
+                    yield peer, peer_instruction
+                    yield rank, instruction
                 progress.resume(peer)
             else:
                 arrived = progress.arrive(rank, instruction)
@@ -82,15 +83,12 @@ def replay(ranks: Sequence[Sequence[Instruction]]) -> Iterator[tuple[int, Instru
                     if partner != rank:
                         progress.resume(partner)
             index += 1
+            position[rank] = index
             if index == len(order):
                 break
-            # Most often the rank's next instruction is the earliest of all: it then skips the heap.
-            if ready:
-                next_place = _place(order[index], rank, n_ranks)
-                if ready[0] < next_place:
-                    heappush(ready, next_place)
-                    break
-        position[rank] = index
+            # The rank goes back to the heap, and the earliest of all comes out: often itself.
+            place = heappushpop(ready, _place(order[index], rank, n_ranks))
+            rank = place % n_ranks
     if waiting:
         raise DeadlockError(waiting)
 
@@ -106,10 +104,9 @@ def _meet(waiting: Instruction, instruction: Instruction, rank: int) -> bool:
     # A peer that waits for something else is not: then both ranks wait. Blocking channels do the
     # same, so a deadlock of channels is one of the replay.
     return (
-        waiting.action in _MESSAGES
-        and waiting.action != instruction.action
+        waiting[2:7] == instruction[2:7]  # all but tick, action and peers
+        and waiting.action == _OTHER_END[instruction.action]
         and waiting.peers == (rank,)
-        and waiting[2:7] == instruction[2:7]  # all but tick, action and peers
     )
 
 
@@ -137,10 +134,11 @@ class _Progress:
     def resume(self, rank: int) -> None:
         """Release a rank that was waiting."""
         del self.waiting[rank]
-        self.position[rank] += 1
+        index = self.position[rank] + 1
+        self.position[rank] = index
         order = self.ranks[rank]
-        if self.position[rank] < len(order):
-            heappush(self.ready, _place(order[self.position[rank]], rank, self.n_ranks))
+        if index < len(order):
+            heappush(self.ready, _place(order[index], rank, self.n_ranks))
 
     def arrive(
         self, rank: int, collective: Instruction

@@ -11,7 +11,7 @@ for the same op or update of another column, whose inputs are proven to arrive.
 """
 
 from collections.abc import Callable, Iterator
-from itertools import pairwise
+from math import inf
 from typing import TYPE_CHECKING
 
 from toolkit.errors import UserError
@@ -23,7 +23,6 @@ from toolkit.schedule.instruction import (
     BACKWARD_INPUT,
     BACKWARD_WEIGHT,
     COMPENSATED,
-    FORWARD,
     FREE,
     GRADIENT,
     PREDICTION,
@@ -39,6 +38,7 @@ from toolkit.schedule.instruction import (
     collector_paused,
 )
 from toolkit.schedule.instruction_forms import FormCheck
+from toolkit.schedule.promises import Promise, promises
 from toolkit.schedule.rank_memory import RankMemory, RefusedError
 from toolkit.schedule.replay import DeadlockError, replay
 
@@ -58,10 +58,13 @@ def verify(program: "Program") -> None:
     # Ticks are what figures and the simulator rely on.
     misplaced = verify_order(program)
     for rank, instructions in enumerate(program.ranks):
-        for before, instruction in pairwise(instructions):
-            if instruction.tick < before.tick:
-                why = f"it stands after tick {before.tick}"
+        before = -inf
+        for instruction in instructions:
+            tick = instruction.tick
+            if tick < before:
+                why = f"it stands after tick {before}"
                 raise _error(program, rank, instruction, why)
+            before = tick
     if misplaced:
         rank, instruction, why = misplaced[0]
         raise _error(program, rank, instruction, why)
@@ -80,12 +83,12 @@ def verify_order(program: "Program") -> list[tuple[int, Instruction, str]]:
         UserError: as :meth:`Program.verify`.
     """
     form_check = FormCheck(program)
-    for rank, instructions in enumerate(program.ranks):
-        for instruction in instructions:
-            fault = form_check.fault(rank, instruction)
-            if fault is not None:
-                raise _error(program, rank, instruction, fault)
     with collector_paused():
+        for rank, instructions in enumerate(program.ranks):
+            finding = form_check.find(rank, instructions)
+            if finding is not None:
+                instruction, fault = finding
+                raise _error(program, rank, instruction, fault)
         machine = _Machine(program)
         try:
             # If one is refused, the loop's variables still hold it.
@@ -159,7 +162,7 @@ class _Machine:
         self.schedule = program.schedule
         self.last_stage = self.schedule.n_stages - 1
         self.memories = [RankMemory() for _ in program.ranks]
-        self.promised = dict(_promises(program))
+        self.promised = dict(promises(program))
         self.misplaced: list[tuple[int, Instruction, str]] = []
         self.meeting_tick = 0
         self.sum_in_flight = 0
@@ -172,35 +175,29 @@ class _Machine:
                 }
         # Indexed by action, in the order of Action.
         self.carry_out: list[Callable[[int, Instruction], None]] = [
-            *[self._compute] * len(Kind),
+            self._forward,
+            *[self._backward] * (len(Kind) - 1),
             self._update,
             self._predict,
             *[self._communicate] * (FREE - SEND),
             self._free,
         ]
 
-    def _compute(self, rank: int, i: Instruction) -> None:
-        memory = self.memories[rank]
-        _, action, stage, microbatch, step, version, buffer, _ = i
-        key = (stage, microbatch, step)
+    def _forward(self, rank: int, i: Instruction) -> None:
         self._keep_promise(rank, i)
-        # Before its weights: new ones may come between the halves.
-        if action == BACKWARD_WEIGHT:
-            if key not in memory.halves:
-                raise RefusedError(
-                    "the first half of this backward has not run on this rank"
-                )
-            memory.halves.remove(key)
-        # Most ops read one version; `reads` makes a tuple of what a corrected one reads.
-        for weights in i.reads if buffer else ((stage, version),):
-            memory.read_weights(weights)
-        if action == FORWARD:
-            if stage > 0:
-                memory.take_boundary((ACTIVATION, stage - 1, microbatch, step))
-            if stage < self.last_stage:
-                memory.boundaries.add((ACTIVATION, stage, microbatch, step))
-            memory.activations.add(key)
-            return
+        memory = self.memories[rank]
+        _, _, stage, microbatch, step, *_ = i
+        if stage > 0:
+            memory.take_boundary((ACTIVATION, stage - 1, microbatch, step))
+        if stage < self.last_stage:
+            memory.boundaries.add((ACTIVATION, stage, microbatch, step))
+        memory.activations.add((stage, microbatch, step))
+
+    def _backward(self, rank: int, i: Instruction) -> None:
+        self._keep_promise(rank, i)
+        memory = self.memories[rank]
+        _, action, stage, microbatch, step, *_ = i
+        key = (stage, microbatch, step)
         if key not in memory.activations:
             raise RefusedError(
                 "its activations are not there: never made here, or freed"
@@ -217,10 +214,30 @@ class _Machine:
             memory.add_to_sum((stage, step), 1 << (microbatch or 0))
 
     def _keep_promise(self, rank: int, i: Instruction) -> None:
-        """Refuse an op that the schedule does not have, or promises on other weights."""
+        """Let an op read its weights; refuse it if the schedule promises another op or others."""
+        tick, action, stage, microbatch, step, version, buffer, _ = i
         # Taken out, so that an op that is done twice is found at once, and one that is never done
         # at the end.
-        promise = self.promised.pop(i[1:5], None)
+        promise = self.promised.pop((action, stage, microbatch, step), None)
+        if promise != (tick, version, buffer):
+            self._check_promise(rank, i, promise)
+        memory = self.memories[rank]
+        # Before its weights: new ones may come between the halves.
+        if action == BACKWARD_WEIGHT:
+            key = (stage, microbatch, step)
+            if key not in memory.halves:
+                raise RefusedError(
+                    "the first half of this backward has not run on this rank"
+                )
+            memory.halves.remove(key)
+        # Most ops read one version; `reads` makes a tuple of what a corrected one reads.
+        for weights in i.reads if buffer else ((stage, version),):
+            memory.read_weights(weights)
+
+    def _check_promise(
+        self, rank: int, i: Instruction, promise: Promise | None
+    ) -> None:
+        """Refuse an op that the schedule does not have, or promises on other weights."""
         if promise is None:
             if i.op in self.schedule.at(i.step or 0).timing.starts:
                 raise RefusedError("it has been done before")
@@ -364,27 +381,6 @@ class _Machine:
                 yield Instruction(tick, FREE, stage, None, step, version, PREDICTION)
             else:
                 yield Instruction(tick, FREE, stage, None, None, version, WEIGHTS)
-
-
-def _promises(
-    program: "Program",
-) -> Iterator[tuple[tuple, tuple[int, int, Buffer | None]]]:
-    """Yield each op, as kind, stage, micro-batch and step, and its tick, version and buffer."""
-    # Each span of steps has one schedule; its ticks begin where the span before has finished.
-    first_steps = [program.first_step, *program.schedule.changes(program.steps)]
-    spans = pairwise([*first_steps, program.steps.stop])
-    for first_tick, (first_step, stop) in zip(
-        (0, *program.changes), spans, strict=True
-    ):
-        schedule = program.schedule.at(first_step)
-        is_corrected = schedule.corrected.kind != "none"
-        step_start = first_tick
-        for step in range(first_step, stop):
-            for op, op_start in schedule.timing.starts.items():
-                version = schedule.version(op.stage, op.microbatch, step)
-                buffer = schedule.read_by(op, version, step) if is_corrected else None
-                yield (*op, step), (step_start + op_start, version, buffer)
-            step_start += schedule.timing.period
 
 
 def _end_of_use(i: Instruction, rank: int, slot: int, weights: WeightsKey) -> int:

@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
 # A plain tuple: there is one for each op, and named fields take four times as long to read.
 Read = tuple[int, int, int, bool]
-"""First and last tick of a computation with a weight version, its rank, whether it is a backward."""
+"""First and last tick of a computation with a weight version, its rank, whether a backward."""
 
 
 class Update(NamedTuple):
