@@ -7,16 +7,22 @@ schedule's lookahead.
 """
 
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from itertools import pairwise
+from math import inf
 
 from toolkit.schedule import Action, Instruction, Program
 from toolkit.schedule.dependencies import unsorted_needs
-from toolkit.schedule.instruction import FORWARD, RECV, SEND
-
-_IN_ORDER = frozenset(
-    action for action in Action if action.computes or action == Action.PREDICT
+from toolkit.schedule.instruction import (
+    BACKWARD_WEIGHT,
+    FORWARD,
+    PREDICT,
+    RECV,
+    SEND,
 )
+
+# By action, whether a rank runs it in the order of its program, as ops and predictions.
+_IN_ORDER = [action.computes or action == PREDICT for action in Action]
 
 
 class ProgramLinks:
@@ -68,17 +74,19 @@ class ProgramLinks:
         sends: defaultdict[tuple[int, int], list[int]] = defaultdict(list)
         receives: defaultdict[tuple[int, int], list[int]] = defaultdict(list)
         collectives: defaultdict[tuple, list[int]] = defaultdict(list)
-        for number, instruction in enumerate(self.instructions):
-            peers = instruction.peers
-            if not peers:
-                continue
-            rank = self.ranks[number]
-            if instruction.action == SEND:
-                sends[rank, peers[0]].append(number)
-            elif instruction.action == RECV:
-                receives[peers[0], rank].append(number)
-            else:
-                collectives[instruction[1:]].append(number)
+        first_number = 0
+        for rank, order in enumerate(self.program.ranks):
+            for number, instruction in enumerate(order, first_number):
+                _, action, _, _, _, _, _, peers = instruction
+                if not peers:
+                    continue
+                if action == SEND:
+                    sends[rank, peers[0]].append(number)
+                elif action == RECV:
+                    receives[peers[0], rank].append(number)
+                else:
+                    collectives[instruction[1:]].append(number)
+            first_number += len(order)
 
         # Messages from one rank to another have the same order on both, as have collectives.
         for rank_pair, receive_numbers in receives.items():
@@ -125,13 +133,81 @@ class ProgramLinks:
                     needed for needed in needs[index + 1] if needed != index
                 ]
                 self.pairs.add(first_number + index)
+        self._add_waits(order, numbers, needs)
+
+    def _add_waits(
+        self,
+        order: Sequence[Instruction],
+        numbers: Sequence[int],
+        needs: Iterable[list[int]],
+    ) -> None:
+        """Add what the instructions of a rank wait for: not all that they need.
+
+        - Ops run in order, so that of several ops the last one is enough, and each waits for the
+          one before it.
+        - A message or collective waits for the last op that starts before its lookahead.
+        - Collectives run in order.
+        """
         users = self.users
-        n_awaited = self.n_awaited
-        waits = _waits(order, needs, schedule.lookahead)
-        for number, awaited_positions in zip(numbers, waits, strict=True):
-            n_awaited[number] += len(awaited_positions)
-            for position in awaited_positions:
-                users[numbers[position]].append(number)
+        lookahead = _Lookahead(order, self.program.schedule.lookahead)
+        in_order = [_IN_ORDER[instruction.action] for instruction in order]
+        previous_op = -1
+        previous_collective = -1
+        for index, (instruction, needed_positions) in enumerate(
+            zip(order, needs, strict=True)
+        ):
+            number = numbers[index]
+            n_awaited = 0
+            last_op = -1
+            if in_order[index]:
+                # The op before ended after all earlier ones, so it stands for every op needed.
+                last_op = previous_op
+                previous_op = index
+            elif instruction.peers:
+                last_op = lookahead.last_op(instruction.tick)
+                # The runtime carries out the collectives of a rank one after another.
+                # Of what has peers, collectives come after RECV in the order of Action.
+                if instruction.action > RECV:
+                    if previous_collective >= 0:
+                        users[numbers[previous_collective]].append(number)
+                        n_awaited += 1
+                    previous_collective = index
+            for position in needed_positions:
+                if not in_order[position]:
+                    users[numbers[position]].append(number)
+                    n_awaited += 1
+                elif position > last_op:
+                    last_op = position
+            if last_op >= 0:
+                users[numbers[last_op]].append(number)
+                n_awaited += 1
+            self.n_awaited[number] += n_awaited
+
+
+class _Lookahead:
+    """The ops of a rank that messages wait for, since they start before the messages may."""
+
+    def __init__(self, order: Sequence[Instruction], ticks: int) -> None:
+        self._ticks = ticks
+        self._positions: list[int] = []
+        self._op_ticks: list[float] = []
+        for position, instruction in enumerate(order):
+            if instruction.action <= BACKWARD_WEIGHT:
+                self._positions.append(position)
+                self._op_ticks.append(instruction.tick)
+        self._op_ticks.append(inf)  # no message waits for what comes after the last op
+        self._n_before = 0
+
+    def last_op(self, tick: int) -> int:
+        """Return the position of the last op before the lookahead of a message at ``tick``, or -1.
+
+        Messages come in the order of their ticks.
+        """
+        # Ticks grow along the program, so one pointer moves over the ops only once.
+        first_tick = tick - self._ticks
+        while self._op_ticks[self._n_before] < first_tick:
+            self._n_before += 1
+        return self._positions[self._n_before - 1] if self._n_before else -1
 
 
 def _pairs(order: Sequence[Instruction]) -> list[int]:
@@ -143,56 +219,3 @@ def _pairs(order: Sequence[Instruction]) -> list[int]:
         and instruction.tick == next_instruction.tick
         and next_instruction.action.computes
     ]
-
-
-def _waits(
-    order: Sequence[Instruction], needs: Iterable[list[int]], lookahead: int
-) -> Iterator[list[int]]:
-    """Yield the positions that each instruction of a rank waits for.
-
-    - Ops run in order, so that of several ops the last one is enough, and each waits for the one
-      before it.
-    - A message or collective waits for the last op that starts before its lookahead.
-    - Collectives run in order.
-    """
-    in_order = [instruction.action in _IN_ORDER for instruction in order]
-    ops = [
-        index for index, instruction in enumerate(order) if instruction.action.computes
-    ]
-    n_ops_before_lookahead = 0
-    previous_op = -1
-    previous_collective = -1
-    for index, (instruction, needed_positions) in enumerate(
-        zip(order, needs, strict=True)
-    ):
-        waited_positions = [
-            position for position in needed_positions if not in_order[position]
-        ]
-        if in_order[index]:
-            # The op before ended after all earlier ones, so it stands for every op that is needed.
-            last_op = previous_op
-            previous_op = index
-        else:
-            last_op = -1
-            for position in needed_positions:
-                if position > last_op and in_order[position]:
-                    last_op = position
-            if instruction.peers:
-                first_tick = instruction.tick - lookahead
-                while (
-                    n_ops_before_lookahead < len(ops)
-                    and order[ops[n_ops_before_lookahead]].tick < first_tick
-                ):
-                    # Ticks grow along the program, so one pointer moves over the ops only once.
-                    n_ops_before_lookahead += 1
-                if n_ops_before_lookahead:
-                    last_op = max(last_op, ops[n_ops_before_lookahead - 1])
-                # The runtime carries out the collectives of a rank one after another.
-                # Of what has peers, collectives come after RECV in the order of Action.
-                if instruction.action > RECV:
-                    if previous_collective >= 0:
-                        waited_positions.append(previous_collective)
-                    previous_collective = index
-        if last_op >= 0:
-            waited_positions.append(last_op)
-        yield waited_positions

@@ -10,10 +10,10 @@ runtimes would hand a stage the keys and values that it kept, with their gradien
 
 from collections import defaultdict
 from collections.abc import Callable, Container, Iterator, Sequence
+from typing import TypeVar
 
 from toolkit.schedule.instruction import (
     ACTIVATION,
-    ACTIVATION_GRADIENT,
     BACKWARD,
     BACKWARD_WEIGHT,
     FORWARD,
@@ -24,7 +24,13 @@ from toolkit.schedule.instruction import (
     Instruction,
     Kind,
     Op,
+    WeightsKey,
 )
+
+_LAST_BACKWARDS = (BACKWARD, BACKWARD_WEIGHT)
+
+_MicrobatchKey = tuple[int, int | None, int | None]  # stage, micro-batch, step
+_Key = TypeVar("_Key")
 
 
 def dependencies(op: Op, ops: Container[Op], n_stages: int) -> Iterator[Op]:
@@ -68,7 +74,9 @@ class _Needs:
     """What instructions wait for: ``of_action[action](position, instruction)``, in order.
 
     Attributes:
-        maker: position of what made weights or what crosses a boundary.
+        maker: position of what made weights.
+        outputs: position of what made, or received, the output of a stage.
+        input_gradients: position of what made, or received, the gradient of a stage's input.
         last_free: position of the last free of weights.
         users: positions that use weights.
         contributions: positions that have added to a sum since it was last used.
@@ -78,12 +86,14 @@ class _Needs:
 
     def __init__(self, rank: int) -> None:
         self.rank = rank
-        self.maker: dict[tuple, int] = {}
-        self.last_free: dict[tuple, int] = {}
-        self.users: defaultdict[tuple, list[int]] = defaultdict(list)
+        self.maker: dict[WeightsKey, int] = {}
+        self.outputs: dict[_MicrobatchKey, int] = {}
+        self.input_gradients: dict[_MicrobatchKey, int] = {}
+        self.last_free: dict[WeightsKey, int] = {}
+        self.users: defaultdict[WeightsKey, list[int]] = defaultdict(list)
         self.contributions: defaultdict[tuple, list[int]] = defaultdict(list)
         self.sent_sum: dict[tuple, int] = {}
-        self.microbatch_ops: defaultdict[tuple, list[int]] = defaultdict(list)
+        self.microbatch_ops: defaultdict[_MicrobatchKey, list[int]] = defaultdict(list)
         # Indexed by action, in the order of Action.
         self.of_action: list[Callable[[int, Instruction], list[int]]] = [
             *[self.op] * len(Kind),
@@ -95,19 +105,20 @@ class _Needs:
 
     def op(self, position: int, i: Instruction) -> list[int]:
         _, action, stage, microbatch, step, version, buffer, _ = i
+        key = (stage, microbatch, step)
         # A backward needs the activations of its forward, and the second half those of the first.
-        microbatch_ops = self.microbatch_ops[stage, microbatch, step]
+        microbatch_ops = self.microbatch_ops[key]
         needed = [*microbatch_ops]
         microbatch_ops.append(position)
         for weights in i.reads if buffer else ((stage, version),):
             self._use(position, weights, needed)
         if action == FORWARD:
-            self._take((ACTIVATION, stage - 1, microbatch, step), needed)
-            self.maker[ACTIVATION, stage, microbatch, step] = position
+            _take(self.outputs, (stage - 1, microbatch, step), needed)
+            self.outputs[key] = position
         elif action != BACKWARD_WEIGHT:
-            self._take((ACTIVATION_GRADIENT, stage + 1, microbatch, step), needed)
-            self.maker[ACTIVATION_GRADIENT, stage, microbatch, step] = position
-        if action in (BACKWARD, BACKWARD_WEIGHT):
+            _take(self.input_gradients, (stage + 1, microbatch, step), needed)
+            self.input_gradients[key] = position
+        if action in _LAST_BACKWARDS:
             # Before the sum is sent it must not grow, or the message could take this one along.
             if (stage, step) in self.sent_sum:
                 needed.append(self.sent_sum[stage, step])
@@ -135,17 +146,20 @@ class _Needs:
         weights = i.weights
         self.last_free[weights] = position
         needed = self.users.pop(weights, [])
-        self._take(weights, needed)
+        _take(self.maker, weights, needed)
         return needed
 
     def communicate(self, position: int, i: Instruction) -> list[int]:
         _, action, stage, microbatch, step, _, buffer, _ = i
         needed: list[int] = []
         if microbatch is not None:
+            boundaries = self.input_gradients
+            if buffer == ACTIVATION:
+                boundaries = self.outputs
             if action == SEND:
-                self._take((buffer, stage, microbatch, step), needed)
+                _take(boundaries, (stage, microbatch, step), needed)
             else:
-                self.maker[buffer, stage, microbatch, step] = position
+                boundaries[stage, microbatch, step] = position
             return needed
         if buffer == WEIGHTS:
             if not i.leaves(self.rank):
@@ -172,8 +186,9 @@ class _Needs:
         if maker is not None:
             needed.append(maker)
 
-    def _take(self, key: tuple, needed: list[int]) -> None:
-        """Take a buffer; add the position that made it, unless it existed before the program."""
-        maker = self.maker.pop(key, None)
-        if maker is not None:
-            needed.append(maker)
+
+def _take(maker: dict[_Key, int], key: _Key, needed: list[int]) -> None:
+    """Take a buffer; add the position that made it, unless it existed before the program."""
+    position = maker.pop(key, None)
+    if position is not None:
+        needed.append(position)
