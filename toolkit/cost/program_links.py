@@ -120,11 +120,20 @@ class ProgramLinks:
             numbers: what stands for each of them.
             first_number: number of the first.
         """
+        if not order:
+            return
+        # Columns of a table are faster to go through than the fields of each instruction.
+        ticks, actions, *_, peers = zip(*order, strict=True)
+        ops = [
+            position
+            for position, action in enumerate(actions)
+            if action <= BACKWARD_WEIGHT
+        ]
         schedule = self.program.schedule
         needs: Iterable[list[int]] = unsorted_needs(order, rank)
         # Ops of one device stand at equal ticks for another reason: all micro-batches are in flight
         # at once.
-        pairs = [] if schedule.layout.one_device else _pairs(order)
+        pairs = [] if schedule.layout.one_device else _pairs(ticks, actions, ops)
         if pairs:
             # The forward of a pair waits for what its backward needs: both start together.
             needs = [*needs]
@@ -133,13 +142,16 @@ class ProgramLinks:
                     needed for needed in needs[index + 1] if needed != index
                 ]
                 self.pairs.add(first_number + index)
-        self._add_waits(order, numbers, needs)
+        lookahead = _Lookahead(ticks, ops, schedule.lookahead)
+        rows = zip(ticks, actions, peers, needs, strict=True)
+        self._add_waits(rows, numbers, lookahead, [_IN_ORDER[a] for a in actions])
 
     def _add_waits(
         self,
-        order: Sequence[Instruction],
+        rows: Iterable[tuple[int, Action, tuple[int, ...], list[int]]],
         numbers: Sequence[int],
-        needs: Iterable[list[int]],
+        lookahead: "_Lookahead",
+        in_order: Sequence[bool],
     ) -> None:
         """Add what the instructions of a rank wait for: not all that they need.
 
@@ -147,15 +159,17 @@ class ProgramLinks:
           one before it.
         - A message or collective waits for the last op that starts before its lookahead.
         - Collectives run in order.
+
+        Args:
+            rows: tick, action and peers of each instruction, and the positions that it needs.
+            numbers: what stands for each instruction.
+            lookahead: of the rank.
+            in_order: whether each instruction is an op or a prediction.
         """
         users = self.users
-        lookahead = _Lookahead(order, self.program.schedule.lookahead)
-        in_order = [_IN_ORDER[instruction.action] for instruction in order]
         previous_op = -1
         previous_collective = -1
-        for index, (instruction, needed_positions) in enumerate(
-            zip(order, needs, strict=True)
-        ):
+        for index, (tick, action, peers, needed_positions) in enumerate(rows):
             number = numbers[index]
             n_awaited = 0
             last_op = -1
@@ -163,11 +177,11 @@ class ProgramLinks:
                 # The op before ended after all earlier ones, so it stands for every op needed.
                 last_op = previous_op
                 previous_op = index
-            elif instruction.peers:
-                last_op = lookahead.last_op(instruction.tick)
+            elif peers:
+                last_op = lookahead.last_op(tick)
                 # The runtime carries out the collectives of a rank one after another.
                 # Of what has peers, collectives come after RECV in the order of Action.
-                if instruction.action > RECV:
+                if action > RECV:
                     if previous_collective >= 0:
                         users[numbers[previous_collective]].append(number)
                         n_awaited += 1
@@ -187,14 +201,12 @@ class ProgramLinks:
 class _Lookahead:
     """The ops of a rank that messages wait for, since they start before the messages may."""
 
-    def __init__(self, order: Sequence[Instruction], ticks: int) -> None:
-        self._ticks = ticks
-        self._positions: list[int] = []
-        self._op_ticks: list[float] = []
-        for position, instruction in enumerate(order):
-            if instruction.action <= BACKWARD_WEIGHT:
-                self._positions.append(position)
-                self._op_ticks.append(instruction.tick)
+    def __init__(
+        self, ticks: Sequence[int], ops: Sequence[int], lookahead: int
+    ) -> None:
+        self._lookahead = lookahead
+        self._ops = ops
+        self._op_ticks: list[float] = [ticks[position] for position in ops]
         self._op_ticks.append(inf)  # no message waits for what comes after the last op
         self._n_before = 0
 
@@ -204,18 +216,18 @@ class _Lookahead:
         Messages come in the order of their ticks.
         """
         # Ticks grow along the program, so one pointer moves over the ops only once.
-        first_tick = tick - self._ticks
+        first_tick = tick - self._lookahead
         while self._op_ticks[self._n_before] < first_tick:
             self._n_before += 1
-        return self._positions[self._n_before - 1] if self._n_before else -1
+        return self._ops[self._n_before - 1] if self._n_before else -1
 
 
-def _pairs(order: Sequence[Instruction]) -> list[int]:
+def _pairs(
+    ticks: Sequence[int], actions: Sequence[Action], ops: Sequence[int]
+) -> list[int]:
     """Return the positions of a rank's forwards that start with the next op, so both overlap."""
     return [
-        index
-        for index, (instruction, next_instruction) in enumerate(pairwise(order))
-        if instruction.action == FORWARD
-        and instruction.tick == next_instruction.tick
-        and next_instruction.action.computes
+        op
+        for op, next_op in pairwise(ops)
+        if next_op == op + 1 and ticks[op] == ticks[next_op] and actions[op] == FORWARD
     ]
