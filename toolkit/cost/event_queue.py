@@ -91,6 +91,10 @@ class EventQueue:
         instruction ends (:meth:`end`), or what ports it takes (:meth:`occupy`).
         """
         ready = self._ready
+        instructions = self._instructions
+        ranks = self._ranks
+        ready_times = self._ready_times
+        handler_of_action = [handlers[action] for action in Action]
         later_numbers = []
         while ready or self._events or self._shared_since:
             # First all that is ready: its wishes may come before the next event.
@@ -98,16 +102,15 @@ class EventQueue:
                 # In any order: what is ready shares nothing but lanes, and these are given in order
                 # of time.
                 number = ready.pop()
-                instruction = self._instructions[number]
+                instruction = instructions[number]
                 if instruction.tick >= until:
                     later_numbers.append(number)
                     continue
-                ready_time = self._ready_times[number]
+                ready_time = ready_times[number]
                 if ready_time < since:
                     ready_time = since
-                handlers[instruction.action](
-                    number, self._ranks[number], instruction, ready_time
-                )
+                handle = handler_of_action[instruction.action]
+                handle(number, ranks[number], instruction, ready_time)
             next_time = self._events[0][0] if self._events else inf
             if self._shared and self._shared.next_end() <= next_time:
                 # At equal times ends come first: what ends makes room for what begins.

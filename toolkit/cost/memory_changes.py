@@ -50,8 +50,9 @@ class MemoryChanges:
         self._parameter_bytes = [cost.parameter_bytes for cost in costs]
         self._gradient_bytes = [cost.gradient_bytes for cost in costs]
         self._kept_bytes = [cost.kept_bytes for cost in costs]
-        # bytes, by rank, stage, micro-batch and step.
-        self._inputs: dict[tuple, float] = {}
+        self._costs = costs
+        # bytes of the inputs of stages that are there.
+        self._inputs: dict[InputKey, float] = {}
         # times, by sum.
         self._contributions: defaultdict[tuple, list[float]] = defaultdict(list)
         schedule = program.schedule
@@ -91,8 +92,8 @@ class MemoryChanges:
     def work(self, rank: int, start: float, end: float, n_bytes: float) -> None:
         """Hold workspace from ``start`` to ``end``."""
         if n_bytes > 0 and end > start:
-            self.hold(start, rank, WORKING, n_bytes)
-            self.hold(end, rank, WORKING, -n_bytes)
+            self.changes.append(_new(Change, (start, rank, WORKING, n_bytes)))
+            self.changes.append(_new(Change, (end, rank, WORKING, -n_bytes)))
 
     def hold_weights(self, when: float, rank: int, stage: int) -> None:
         """Hold one more version of a stage's weights."""
@@ -121,24 +122,36 @@ class MemoryChanges:
 
     def hold_activations(self, when: float, rank: int, stage: int) -> None:
         """Hold what a forward saves for its backward."""
-        self.hold(when, rank, ACTIVATIONS, self._kept_bytes[stage])
+        change = (when, rank, ACTIVATIONS, self._kept_bytes[stage])
+        self.changes.append(_new(Change, change))
 
     def receive_input(self, when: float, key: InputKey, n_bytes: float) -> None:
         """Hold a stage's input from its arrival."""
         self._inputs[key] = n_bytes
-        self.hold(when, key[0], INPUTS, n_bytes)
+        self.changes.append(_new(Change, (when, key[0], INPUTS, n_bytes)))
 
-    def has_input(self, key: InputKey) -> bool:
-        """Whether the input of ``key`` came by a message."""
-        return key in self._inputs
+    def take_input(self, produced_at: float, key: InputKey) -> None:
+        """Hold what a stage keeps of an input that its own rank has produced."""
+        if key not in self._inputs:  # came by no message
+            _, stage, _, _ = key
+            extra_bytes = self._costs[stage].extra_input_bytes
+            self.receive_input(produced_at, key, extra_bytes)
+
+    def recompute(self, start: float, end: float, rank: int, stage: int) -> None:
+        """Hold activations during a backward, if it computes them again."""
+        if self._costs[stage].recomputes:
+            n_bytes = self._costs[stage].activation_bytes
+            self.hold(start, rank, ACTIVATIONS, n_bytes)
+            self.hold(end, rank, ACTIVATIONS, -n_bytes)
 
     def free_microbatch(self, when: float, key: InputKey) -> None:
         """Free the activations of a stage on a micro-batch, and its input."""
-        rank, stage, *_ = key
-        self.hold(when, rank, ACTIVATIONS, -self._kept_bytes[stage])
+        rank, stage, _, _ = key
+        change = (when, rank, ACTIVATIONS, -self._kept_bytes[stage])
+        self.changes.append(_new(Change, change))
         input_bytes = self._inputs.pop(key, 0.0)
         if input_bytes:
-            self.hold(when, rank, INPUTS, -input_bytes)
+            self.changes.append(_new(Change, (when, rank, INPUTS, -input_bytes)))
 
     def add_to_sum(self, when: float, rank: int, stage: int, step: int | None) -> None:
         """Add a gradient to the sum on ``rank``."""

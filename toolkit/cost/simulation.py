@@ -15,7 +15,6 @@ from toolkit.cost.program_links import ProgramLinks
 from toolkit.cost.rank_starts import rank_starts
 from toolkit.cost.stage_costs import Costs, moved_bytes
 from toolkit.cost.timeline import (
-    ACTIVATIONS,
     COMPUTE,
     RECEIVE,
     SEND,
@@ -27,16 +26,15 @@ from toolkit.schedule import Action, Buffer, Instruction, Kind
 from toolkit.schedule.instruction import (
     ACTIVATION,
     ACTIVATION_GRADIENT,
-    BACKWARD,
     BACKWARD_INPUT,
-    FORWARD,
+    BACKWARD_WEIGHT,
     LETTERS,
 )
 from toolkit.schedule.steady_state import steady_steps
 from toolkit.schedule.traffic import traffic_of
 
 _new = tuple.__new__  # of many named tuples: their own constructors take twice as long
-_FROM_OUTPUT = (BACKWARD, BACKWARD_INPUT)  # start from the output's gradient
+_MicrobatchKey = tuple[int, int | None, int | None]  # stage, micro-batch, step
 
 
 class Simulation:
@@ -73,6 +71,8 @@ class Simulation:
         self.ports = MachinePorts(hardware, n_ranks)
         self.working_bytes = [cost.working_bytes for cost in costs]
         self.message_bytes = moved_bytes(costs)
+        self.input_gradient_bytes = self.message_bytes[ACTIVATION_GRADIENT]
+        self.last_stage = schedule.n_stages - 1
         self.message_seconds = {
             is_local: self._seconds_of_messages(is_local) for is_local in (False, True)
         }
@@ -87,8 +87,9 @@ class Simulation:
         self.schedule_step = program.first_step
         # End of a rank's last op.
         self.free_at = self._starts(program.first_step, 0)
-        # When outputs and their gradients are there.
-        self.boundaries: dict[tuple, float] = {}
+        # When outputs of stages and gradients of their inputs are there.
+        self.outputs: dict[_MicrobatchKey, float] = {}
+        self.input_gradients: dict[_MicrobatchKey, float] = {}
         # By rank: span of its backward.
         self.pair_under_way: dict[int, tuple[float, float]] = {}
 
@@ -104,7 +105,8 @@ class Simulation:
         """Run all instructions, from each change of the schedule to the next."""
         # Every action that is not named here is a collective.
         begin = dict.fromkeys(Action, self._meet) | {
-            **dict.fromkeys(map(Action, Kind), self._compute),
+            **dict.fromkeys(map(Action, Kind), self._backward),
+            Action.FORWARD: self._forward,
             Action.SEND: self._message,
             Action.UPDATE: self._update,
             Action.PREDICT: self._predict,
@@ -140,11 +142,57 @@ class Simulation:
         schedule = self.program.schedule.at(step)
         return rank_starts(self.program, schedule, tick, self.op_seconds, self.speeds)
 
-    def _compute(
+    def _forward(
         self, number: int, rank: int, instruction: Instruction, ready: float
     ) -> None:
-        """Run an op once the rank is free and its inputs have arrived at ``ready`` seconds."""
-        tick, action, stage, microbatch, step, *_ = instruction
+        """Run a forward, take its input and keep its activations."""
+        _, start, end = self._run_op(number, rank, instruction, ready)
+        _, _, stage, microbatch, step, _, _, _ = instruction
+        memory = self.memory
+        # What crosses a boundary is popped: it is used once, so memory stays bounded.
+        if stage > 0:
+            produced_at = self.outputs.pop((stage - 1, microbatch, step))
+            memory.take_input(produced_at, (rank, stage, microbatch, step))
+        working_bytes, _ = self.working_bytes[stage]
+        if working_bytes:
+            memory.work(rank, start, end, working_bytes)
+        self.outputs[stage, microbatch, step] = end
+        memory.hold_activations(start, rank, stage)
+        self.events.end(number, end)
+
+    def _backward(
+        self, number: int, rank: int, instruction: Instruction, ready: float
+    ) -> None:
+        """Run a backward or half of one, take its gradient and add to the sum of the stage's."""
+        takes_at, start, end = self._run_op(number, rank, instruction, ready)
+        _, action, stage, microbatch, step, _, _, _ = instruction
+        memory = self.memory
+        starts_from_output = action != BACKWARD_WEIGHT
+        if starts_from_output and stage < self.last_stage:
+            arrived_at = self.input_gradients.pop((stage + 1, microbatch, step))
+            gradient_bytes = self.input_gradient_bytes[stage + 1]
+            # The gradient waits in memory from its arrival until the backward takes it.
+            memory.work(rank, arrived_at, takes_at, gradient_bytes)
+        _, working_bytes = self.working_bytes[stage]
+        if working_bytes:
+            memory.work(rank, start, end, working_bytes)
+        if starts_from_output:
+            self.input_gradients[stage, microbatch, step] = end
+            memory.recompute(start, end, rank, stage)
+        # The first half of a split backward has no gradients of weights yet.
+        if action != BACKWARD_INPUT:
+            memory.add_to_sum(end, rank, stage, step)
+        self.events.end(number, end)
+
+    def _run_op(
+        self, number: int, rank: int, instruction: Instruction, ready: float
+    ) -> tuple[float, float, float]:
+        """Run an op once the rank is free and its inputs have arrived at ``ready`` seconds.
+
+        Returns:
+            When it takes its inputs, its start and its end.
+        """
+        tick, action, stage, microbatch, step, _, _, _ = instruction
         # An op starts at the later of two times::
         #
         #     ops of the rank  ... | op before |          free_at: the end of the op before
@@ -153,7 +201,7 @@ class Simulation:
         start = self.free_at[rank]
         if ready > start:
             start = ready
-        self._take_boundary(rank, instruction, start)
+        takes_at = start
         seconds = self.op_seconds[stage][action] / self.speeds[rank]
         span_end = end = start + seconds
         if self.has_pairs:
@@ -164,48 +212,7 @@ class Simulation:
         # Made as a plain tuple: this is the innermost loop of the simulator.
         content = (name, stage, microbatch, step, 0.0, None, slot)
         self.spans.append(_new(Span, (rank, COMPUTE, start, span_end, *content)))
-        self._keep_results(rank, instruction, start, end)
-        self.events.end(number, end)
-
-    def _take_boundary(self, rank: int, instruction: Instruction, start: float) -> None:
-        """Take what an op that starts at ``start`` gets from the stage before or after."""
-        _, action, stage, microbatch, step, *_ = instruction
-        # The boundary is popped: it is used once, and memory stays bounded in long programs.
-        if action == FORWARD and stage > 0:
-            produced_at = self.boundaries.pop((ACTIVATION, stage - 1, microbatch, step))
-            key = (rank, stage, microbatch, step)
-            if not self.memory.has_input(key):  # produced on this rank
-                extra_bytes = self.costs[stage].extra_input_bytes
-                self.memory.receive_input(produced_at, key, extra_bytes)
-        elif action in _FROM_OUTPUT and stage < len(self.costs) - 1:
-            key = (ACTIVATION_GRADIENT, stage + 1, microbatch, step)
-            arrived_at = self.boundaries.pop(key)
-            gradient_bytes = self.message_bytes[ACTIVATION_GRADIENT][stage + 1]
-            # The gradient waits in memory from its arrival until the backward takes it.
-            self.memory.work(rank, arrived_at, start, gradient_bytes)
-
-    def _keep_results(
-        self, rank: int, instruction: Instruction, start: float, end: float
-    ) -> None:
-        """Keep what an op leaves, and count its workspace."""
-        _, action, stage, microbatch, step, *_ = instruction
-        memory = self.memory
-        working_bytes = self.working_bytes[stage][action != FORWARD]
-        if working_bytes:
-            memory.work(rank, start, end, working_bytes)
-        if action == FORWARD:
-            self.boundaries[ACTIVATION, stage, microbatch, step] = end
-            memory.hold_activations(start, rank, stage)
-            return
-        if action in _FROM_OUTPUT:
-            self.boundaries[ACTIVATION_GRADIENT, stage, microbatch, step] = end
-            if self.costs[stage].recomputes:
-                activation_bytes = self.costs[stage].activation_bytes
-                memory.hold(start, rank, ACTIVATIONS, activation_bytes)
-                memory.hold(end, rank, ACTIVATIONS, -activation_bytes)
-        # The first half of a split backward has no gradients of weights yet.
-        if action != BACKWARD_INPUT:
-            memory.add_to_sum(end, rank, stage, step)
+        return takes_at, start, end
 
     def _overlapped(
         self, number: int, rank: int, start: float, seconds: float
@@ -269,9 +276,7 @@ class Simulation:
         self, number: int, rank: int, instruction: Instruction, ready: float
     ) -> None:
         """Take the ports of a message."""
-        stage = instruction.stage
-        buffer = instruction.buffer
-        peer = instruction.peers[0]
+        _, _, stage, _, _, _, buffer, (peer,) = instruction
         n_bytes = self.message_bytes[buffer][stage]
         is_local = self.ports.is_local(rank, peer)
         seconds = self.message_seconds[is_local][buffer][stage]
@@ -305,23 +310,24 @@ class Simulation:
     ) -> None:
         """Deliver a message that is under way from ``start`` to ``end``."""
         tick, _, stage, microbatch, step, version, buffer, (peer,) = instruction
-        label = instruction.label
-        content = (start, end, label, stage, microbatch, instruction.of_step, n_bytes)
+        assert buffer is not None
+        of_step = version if step is None else step
+        content = (start, end, buffer.label, stage, microbatch, of_step, n_bytes)
         slot = tick // self.slot
         self.spans.append(_new(Span, (rank, SEND, *content, peer, slot)))
         self.spans.append(_new(Span, (peer, RECEIVE, *content, rank, slot)))
-        if microbatch is not None:
-            key = (buffer, stage, microbatch, step)
-            produced_at = self.boundaries[key]
-            # The op that needs it is on the receiver, where it is there only now.
-            self.boundaries[key] = end
-            if buffer == ACTIVATION:
-                next_stage = self.costs[stage + 1]
-                self.memory.work(rank, produced_at, end, next_stage.extra_input_bytes)
-                input_key = (peer, stage + 1, microbatch, step)
-                self.memory.receive_input(end, input_key, next_stage.input_bytes)
-            else:
-                self.memory.work(rank, produced_at, end, n_bytes)
+        # The op that needs it is on the receiver, where it is there only now.
+        if buffer == ACTIVATION:
+            key = (stage, microbatch, step)
+            next_stage = self.costs[stage + 1]
+            self.memory.work(rank, self.outputs[key], end, next_stage.extra_input_bytes)
+            self.outputs[key] = end
+            input_key = (peer, stage + 1, microbatch, step)
+            self.memory.receive_input(end, input_key, next_stage.input_bytes)
+        elif buffer == ACTIVATION_GRADIENT:
+            key = (stage, microbatch, step)
+            self.memory.work(rank, self.input_gradients[key], end, n_bytes)
+            self.input_gradients[key] = end
         elif buffer == Buffer.WEIGHTS:
             self.memory.receive_weights(end, peer, stage, version or 0)
         else:
@@ -359,10 +365,10 @@ class Simulation:
         self, number: int, rank: int, instruction: Instruction, when: float
     ) -> None:
         """Free a weight version, or the activations and inputs of a micro-batch."""
-        _, _, stage, microbatch, step, version, *_ = instruction
-        if instruction.buffer == ACTIVATION:
+        _, _, stage, microbatch, step, version, buffer, _ = instruction
+        if buffer == ACTIVATION:
             self.memory.free_microbatch(when, (rank, stage, microbatch, step))
-        elif instruction.buffer == Buffer.WEIGHTS:
+        elif buffer == Buffer.WEIGHTS:
             self.memory.free_version(when, rank, stage, version or 0)
         else:
             self.memory.free_weights(when, rank, stage)
