@@ -71,17 +71,15 @@ class Simulator:
 
     @cached_property
     def _links(self) -> ProgramLinks:
-        with collector_paused():
-            return ProgramLinks(self._program)
+        return ProgramLinks(self._program)
 
     def timeline(
         self, costs: Costs, hardware: Hardware, optimizer_bytes: Sequence[float] = ()
     ) -> Timeline:
         """Return the predicted timeline; see :func:`simulate`."""
         _check(self._program, costs, hardware, optimizer_bytes)
-        links = self._links
         with collector_paused():
-            simulation = Simulation(links, costs, hardware, optimizer_bytes)
+            simulation = Simulation(self._links, costs, hardware, optimizer_bytes)
             simulation.run()
         return simulation.timeline()
 

@@ -14,14 +14,7 @@ from toolkit.cost.memory_changes import MemoryChanges
 from toolkit.cost.program_links import ProgramLinks
 from toolkit.cost.rank_starts import rank_starts
 from toolkit.cost.stage_costs import Costs, moved_bytes
-from toolkit.cost.timeline import (
-    COMPUTE,
-    RECEIVE,
-    SEND,
-    UPDATE,
-    Span,
-    Timeline,
-)
+from toolkit.cost.timeline import COMPUTE, RECEIVE, SEND, UPDATE, Span, Timeline
 from toolkit.schedule import Action, Buffer, Instruction, Kind
 from toolkit.schedule.instruction import (
     ACTIVATION,

@@ -65,13 +65,13 @@ def unsorted_needs(
     instructions: Sequence[Instruction], rank: int
 ) -> Iterator[list[int]]:
     """Yield the positions of :func:`needs` in any order."""
-    needs_of_action = _Needs(rank).of_action
+    needs_of_action = _Needs(rank).by_action()
     for position, i in enumerate(instructions):
         yield needs_of_action[i.action](position, i)
 
 
 class _Needs:
-    """What instructions wait for: ``of_action[action](position, instruction)``, in order.
+    """What instructions wait for: ``by_action()[action](position, instruction)``, in order.
 
     Attributes:
         maker: position of what made weights.
@@ -94,8 +94,11 @@ class _Needs:
         self.contributions: defaultdict[tuple, list[int]] = defaultdict(list)
         self.sent_sum: dict[tuple, int] = {}
         self.microbatch_ops: defaultdict[_MicrobatchKey, list[int]] = defaultdict(list)
-        # Indexed by action, in the order of Action.
-        self.of_action: list[Callable[[int, Instruction], list[int]]] = [
+
+    def by_action(self) -> list[Callable[[int, Instruction], list[int]]]:
+        """Return the methods by action, in the order of Action."""
+        # Not kept here: bound methods of an object that it keeps make a reference cycle.
+        return [
             *[self.op] * len(Kind),
             self.update,
             self.predict,

@@ -90,10 +90,11 @@ def verify_order(program: "Program") -> list[tuple[int, Instruction, str]]:
                 instruction, fault = finding
                 raise _error(program, rank, instruction, fault)
         machine = _Machine(program)
+        carry_out = machine.by_action()
         try:
             # If one is refused, the loop's variables still hold it.
             for rank, instruction in replay(program.ranks):
-                machine.carry_out[instruction.action](rank, instruction)
+                carry_out[instruction.action](rank, instruction)
         except RefusedError as refusal:
             raise _error(program, rank, instruction, str(refusal)) from None
         except DeadlockError as deadlock:
@@ -145,7 +146,7 @@ def _marked(
 
 
 class _Machine:
-    """Carries out instructions on what ranks hold: ``carry_out[action](rank, instruction)``.
+    """Carries out instructions on what ranks hold: ``by_action()[action](rank, instruction)``.
 
     Attributes:
         memories: what each rank holds.
@@ -173,8 +174,11 @@ class _Machine:
                 self.memories[rank].weights |= {
                     (stage, version) for version in versions
                 }
-        # Indexed by action, in the order of Action.
-        self.carry_out: list[Callable[[int, Instruction], None]] = [
+
+    def by_action(self) -> list[Callable[[int, Instruction], None]]:
+        """Return the methods by action, in the order of Action."""
+        # Not kept here: bound methods of an object that it keeps make a reference cycle.
+        return [
             self._forward,
             *[self._backward] * (len(Kind) - 1),
             self._update,
