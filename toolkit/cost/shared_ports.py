@@ -79,9 +79,23 @@ def fair_rates(ports: Mapping[int, Ports]) -> dict[int, float]:
     for number, ports_of_message in ports.items():
         for port in ports_of_message:
             users[port].append(number)
-    free_share = dict.fromkeys(users, 1.0)
-    n_unassigned = {port: len(numbers) for port, numbers in users.items()}
+
+    # 1. Messages that meet no other, which are most, have their ports alone.
     rates: dict[int, float] = {}
+    sharing: list[int] = []
+    for number, ports_of_message in ports.items():
+        if all(len(users[port]) == 1 for port in ports_of_message):
+            rates[number] = 1.0
+        else:
+            sharing.append(number)
+    if not sharing:
+        return rates
+
+    # 2. Of the others, those through the port that fills up first while all rates grow alike.
+    n_unassigned = {
+        port: len(users[port]) for number in sharing for port in ports[number]
+    }
+    free_share = dict.fromkeys(n_unassigned, 1.0)
 
     def assign(number: int, rate: float) -> None:
         """Let a message keep this rate from now on; each of its ports has so much less."""
@@ -93,12 +107,6 @@ def fair_rates(ports: Mapping[int, Ports]) -> dict[int, float]:
             if not n_unassigned[port]:
                 del n_unassigned[port]
 
-    # 1. Messages that meet no other, which are most.
-    for number, ports_of_message in ports.items():
-        if all(len(users[port]) == 1 for port in ports_of_message):
-            assign(number, 1.0)
-
-    # 2. Of the others, those through the port that fills up first while all rates grow alike.
     while n_unassigned:
         # Of ports that fill up together the lowest counts, so that a simulation repeats exactly.
         rate, full_port = min(

@@ -4,6 +4,8 @@ import json
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
+from math import inf
+from operator import itemgetter
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -17,6 +19,7 @@ KINDS = (OPTIMIZER, WEIGHTS, GRADIENTS, INPUTS, ACTIVATIONS, WORKING)
 
 _HOST = 0  # the thread that launches kernels
 _MOMENT = 1e-12  # relative rounding of equal sums of seconds
+_TIME_AND_BYTES = itemgetter(0, 3)  # of a Change
 
 
 class Span(NamedTuple):
@@ -174,17 +177,9 @@ class Timeline:
             rank: one rank, or None for all together.
             kind: one of ``KINDS``, or None for all together.
         """
-        changes = self.changes
-        if rank is not None:
-            changes = self._changes_of[rank]
-        times_and_bytes = sorted(
-            (change.time, change.bytes)
-            for change in changes
-            if kind in (None, change.kind)
-        )
         curve: list[tuple[float, float]] = []
         live_bytes = moment_start = 0.0
-        for when, n_bytes in times_and_bytes:
+        for when, _, _, n_bytes in self._changes_in_order(rank, kind):
             live_bytes += n_bytes
             # Simultaneous changes count together. Otherwise a buffer that is freed as another one
             # is allocated would give a peak that no rank has.
@@ -194,6 +189,15 @@ class Timeline:
                 curve.append((when, live_bytes))
                 moment_start = when
         return curve
+
+    def _changes_in_order(self, rank: int | None, kind: str | None) -> list[Change]:
+        """Return memory changes by time; at one time, what is freed comes first."""
+        changes = self.changes
+        if rank is not None:
+            changes = self._changes_of[rank]
+        if kind is not None:
+            changes = [change for change in changes if change.kind == kind]
+        return sorted(changes, key=_TIME_AND_BYTES)
 
     @cached_property
     def _changes_of(self) -> list[list[Change]]:
@@ -205,7 +209,21 @@ class Timeline:
 
     def peak_memory(self, rank: int | None = None, kind: str | None = None) -> float:
         """Return the most bytes held at once; arguments as in :meth:`memory`."""
-        return max((n_bytes for _, n_bytes in self.memory(rank, kind)), default=0.0)
+        # The maximum of :meth:`memory`, without a tuple for each of its points: plans ask for many
+        # peaks of long timelines.
+        changes = self._changes_in_order(rank, kind)
+        if not changes:
+            return 0.0
+        peak_bytes = -inf
+        live_bytes = 0.0
+        moment_start = changes[0].time
+        for when, _, _, n_bytes in changes:
+            if when - moment_start > _MOMENT * when:
+                # The moment before is over: what is held at its end counts.
+                peak_bytes = max(peak_bytes, live_bytes)
+                moment_start = when
+            live_bytes += n_bytes
+        return max(peak_bytes, live_bytes)
 
     def at_peak(self, rank: int) -> dict[str, float]:
         """Return bytes by kind at the moment at which ``rank`` holds the most."""

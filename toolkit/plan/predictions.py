@@ -7,8 +7,9 @@ from operator import attrgetter
 
 from torch import nn
 
-from toolkit.cost import Costs, Hardware, affordable_delay, profile, simulate
+from toolkit.cost import Costs, Hardware, affordable_delay, profile
 from toolkit.cost.compression import accuracy_class, coarseness
+from toolkit.cost.simulate import Simulator
 from toolkit.cost.tensor_width import Width, profile_width
 from toolkit.cost.worker_forms import BUCKETS
 from toolkit.errors import UserError
@@ -17,6 +18,7 @@ from toolkit.model.partition import Traced
 from toolkit.model.tensor_parallel import default_parallelize
 from toolkit.plan.candidates import Candidate
 from toolkit.schedule import Schedule
+from toolkit.schedule.instruction import collector_paused
 from toolkit.schedule.steady_state import steps_to_time
 
 
@@ -142,18 +144,25 @@ class Predictor:
         if schedule.max_staleness == 0:
             # Without late weights each steady step is like the one before.
             timed = 1
-        # Lowered and verified once: only costs differ between the candidates.
-        program = schedule.lower(steps_to_time(schedule, timed)).verify()
+        n_steps = steps_to_time(schedule, timed)
         predictions = []
-        for candidate, candidate_costs in zip(candidates, costs, strict=True):
-            hardware = self.hardware_of(candidate)
-            state_bytes = self.optimizer_bytes(candidate_costs)
-            timeline = simulate(program, candidate_costs, hardware, state_bytes)
-            peaks = [timeline.peak_memory(rank) for rank in range(schedule.n_ranks)]
-            sent_bytes = max(timeline.bytes_a_step())
-            predictions.append(
-                self._prediction(candidate, timeline.step_time, peaks, sent_bytes)
-            )
+        # Programs and timelines make no reference cycles, so they are gone before the pause ends.
+        with collector_paused():
+            # Lowered and verified once: only costs differ between the candidates.
+            simulator = Simulator(schedule.lower(n_steps).verify())
+            for candidate, candidate_costs in zip(candidates, costs, strict=True):
+                timeline = simulator.timeline(
+                    candidate_costs,
+                    self.hardware_of(candidate),
+                    self.optimizer_bytes(candidate_costs),
+                )
+                peaks = [timeline.peak_memory(rank) for rank in range(schedule.n_ranks)]
+                sent_bytes = max(timeline.bytes_a_step())
+                seconds = timeline.step_time
+                predictions.append(
+                    self._prediction(candidate, seconds, peaks, sent_bytes)
+                )
+            del simulator, timeline
         return predictions
 
     def bound(self, candidate: Candidate, costs: Costs) -> Prediction:
@@ -194,13 +203,14 @@ class Predictor:
         """
         state_bytes = self.optimizer_bytes(costs)
         hardware = self.hardware_of(candidate)
-        delay = affordable_delay(
-            candidate.schedule,
-            costs,
-            hardware,
-            within=within,
-            optimizer_bytes=state_bytes,
-        )
+        with collector_paused():  # of many simulations, which make no reference cycles
+            delay = affordable_delay(
+                candidate.schedule,
+                costs,
+                hardware,
+                within=within,
+                optimizer_bytes=state_bytes,
+            )
         fresher = replace(
             candidate, spec=replace(candidate.spec, delay=delay), within=within
         )
