@@ -58,8 +58,13 @@ class StagesKey(NamedTuple):
         )
 
     @property
-    def traced(self) -> tuple[int, str, int]:
-        """Key of the stages that are cut from one trace, which one process analyses together."""
+    def trace(self) -> tuple[int, int]:
+        """Key of the trace that stages are cut from."""
+        return self.batch, self.width
+
+    @property
+    def cuts(self) -> tuple[int, str, int]:
+        """Key of the stages that are cut from one trace by one measure."""
         return self.batch, self.partition, self.width
 
 
@@ -83,6 +88,7 @@ class CandidateSweep:
 
         self.predictor = predictor
         self.costs_of = costs_of
+        self.jobs = jobs
         self.on_progress = on_progress
         # Results come one by one, in the order of the tasks, whatever task ends first.
         self.pool = Parallel(jobs, return_as="generator")
@@ -183,27 +189,35 @@ class CandidateSweep:
             self._add(predictions)
 
     def _analyse_stages(self, candidates: Sequence[Candidate]) -> None:
-        """Compute missing costs of stages; those that share a trace are one task."""
+        """Compute missing costs of stages, of several in one task."""
         uncosted = {}
         for candidate in candidates:
             key = StagesKey.of(candidate)
             if key not in self.costs:
                 # Any candidate with this key stands for all of them.
                 uncosted[key] = candidate
-        traced = attrgetter("traced")
-        key_groups = [
-            [*keys] for _, keys in groupby(sorted(uncosted, key=traced), key=traced)
-        ]
+        keys_in_order = sorted(uncosted, key=attrgetter("cuts"))
+        # A trace takes far longer than a cut. It is made once for all measures, unless processes
+        # would be idle.
+        same_task = attrgetter("trace")
+        if len({key.trace for key in uncosted}) < self.jobs:
+            same_task = attrgetter("cuts")
+        keys_by_task = sorted(keys_in_order, key=same_task)
+        key_groups = [[*keys] for _, keys in groupby(keys_by_task, key=same_task)]
         tasks = []
         for keys in key_groups:
             tasks.append(([uncosted[key] for key in keys],))
         group_costs = self._each("analysing stages", self.costs_of, tasks, len(tasks))
+        costs_of_key: dict[StagesKey, Costs | UserError] = {}
         for keys, costs_of_group in zip(key_groups, group_costs, strict=True):
-            for key, costs in zip(keys, costs_of_group, strict=True):
-                if isinstance(costs, UserError):
-                    self.left_out[key.n_stages] = first_line(costs)
-                else:
-                    self.costs[key] = costs
+            costs_of_key |= zip(keys, costs_of_group, strict=True)
+        # In an order that does not depend on the tasks: of several reasons the last one is kept.
+        for key in keys_in_order:
+            costs = costs_of_key[key]
+            if isinstance(costs, UserError):
+                self.left_out[key.n_stages] = first_line(costs)
+            else:
+                self.costs[key] = costs
 
     def near_methods(self) -> set[tuple[ScheduleSpec, str]]:
         """Return specs and compressions not much slower than the fastest with the same messages."""

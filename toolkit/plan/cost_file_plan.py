@@ -12,7 +12,7 @@ from toolkit.plan.candidates import Candidate
 from toolkit.plan.measure import OnProgress
 from toolkit.plan.plan_options import DEFAULT_PLAN_OPTIONS, PlanOptions
 from toolkit.plan.plan_result import Plan
-from toolkit.plan.planner import choose_plan, new_sweep, rank_numbers
+from toolkit.plan.planner import choose_plan, new_predictor, new_sweep, rank_numbers
 
 _COMMAND_OPTIONS = "model.target=MY_PACKAGE.MY_MODEL data=MY_DATA"
 
@@ -57,9 +57,9 @@ def plan_costs(
     sizes = rank_numbers(ranks, batch)
     # Rows are the smallest parts of a bucket, so there are as many buckets as rows allow.
     n_buckets = len(costs(1, BUCKETS))
-    sweep = new_sweep(
-        hardware, partial(_costs_of_candidates, costs), options, on_progress
-    )
+    predictor = new_predictor(hardware, options)
+    costs_of = partial(_costs_of_candidates, costs)
+    sweep = new_sweep(predictor, costs_of, options, on_progress)
     all_candidates = sweep.find_candidates(
         sizes, batch, n_buckets, microbatch=costs.batch
     )

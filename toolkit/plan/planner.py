@@ -59,7 +59,7 @@ def plan(
     meta_model = meta_copy(model)
     # Buckets depend on the parameters alone, so any example will do.
     n_buckets = len(Traced.of(meta_model, form.example(2, "meta")).cut_in_buckets())
-    predictor = _predictor(hardware, options)
+    predictor = new_predictor(hardware, options)
     widths = checked_widths(options, sizes[0], predictor, meta_model)
     costs_of = partial(
         stage_costs, meta_model, form, options.precision, predictor=predictor
@@ -68,7 +68,7 @@ def plan(
         default_options = f"model.target=MY_PACKAGE.MY_MODEL {data_options(form)}"
         options = replace(options, command_options=default_options)
     # 2. Analyse the stages, simulate the candidates, and choose.
-    sweep = new_sweep(hardware, costs_of, options, on_progress)
+    sweep = new_sweep(predictor, costs_of, options, on_progress)
     all_candidates = sweep.find_candidates(sizes, batch, n_buckets, widths=widths)
     return choose_plan(sweep, all_candidates, options)
 
@@ -91,16 +91,19 @@ def rank_numbers(ranks: int | Sequence[int], batch: int) -> list[int]:
 
 
 def new_sweep(
-    hardware: Hardware, costs_of: CostsOf, options: PlanOptions, on_progress: OnProgress
+    predictor: Predictor,
+    costs_of: CostsOf,
+    options: PlanOptions,
+    on_progress: OnProgress,
 ) -> CandidateSweep:
-    """Return a sweep over the machines and limits of a plan."""
-    predictor = _predictor(hardware, options)
+    """Return a sweep over the machines and limits of a plan, which ``predictor`` knows."""
     return CandidateSweep(
         predictor, costs_of, options.jobs or os.cpu_count() or 1, on_progress
     )
 
 
-def _predictor(hardware: Hardware, options: PlanOptions) -> Predictor:
+def new_predictor(hardware: Hardware, options: PlanOptions) -> Predictor:
+    """Return what predicts candidates on the machines, and within the limits, of a plan."""
     return Predictor(
         hardware=check_hardware(hardware),
         limits=options.limits,

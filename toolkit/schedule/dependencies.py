@@ -10,6 +10,7 @@ runtimes would hand a stage the keys and values that it kept, with their gradien
 
 from collections import defaultdict
 from collections.abc import Callable, Container, Iterator, Sequence
+from functools import partial
 from typing import TypeVar
 
 from toolkit.schedule.instruction import (
@@ -27,6 +28,11 @@ from toolkit.schedule.instruction import (
     WeightsKey,
 )
 
+# Schedules of 2^17 forwards ask for the dependencies of each op several times: Op's constructor
+# takes longer, and so do the members' names in their class.
+_make_op = partial(tuple.__new__, Op)
+_FORWARD, _BACKWARD, _BACKWARD_INPUT, _ = Kind
+
 _LAST_BACKWARDS = (BACKWARD, BACKWARD_WEIGHT)
 
 _MicrobatchKey = tuple[int, int | None, int | None]  # stage, micro-batch, step
@@ -36,17 +42,20 @@ _Key = TypeVar("_Key")
 def dependencies(op: Op, ops: Container[Op], n_stages: int) -> Iterator[Op]:
     """Yield the ops whose results ``op`` needs; ``ops`` decides if a backward is split."""
     kind, stage, microbatch = op
-    if kind == Kind.FORWARD:
+    if kind == FORWARD:
         if stage > 0:
-            yield Op(Kind.FORWARD, stage - 1, microbatch)
-    elif kind == Kind.BACKWARD_WEIGHT:
-        yield Op(Kind.BACKWARD_INPUT, stage, microbatch)
+            yield _make_op((_FORWARD, stage - 1, microbatch))
+    elif kind == BACKWARD_WEIGHT:
+        yield _make_op((_BACKWARD_INPUT, stage, microbatch))
     else:
-        yield Op(Kind.FORWARD, stage, microbatch)
+        yield _make_op((_FORWARD, stage, microbatch))
         if stage < n_stages - 1:
             # Each op may be split or whole: DualPipe splits some backwards of a stage only.
-            split = Op(Kind.BACKWARD_INPUT, stage + 1, microbatch)
-            yield split if split in ops else Op(Kind.BACKWARD, stage + 1, microbatch)
+            split = _make_op((_BACKWARD_INPUT, stage + 1, microbatch))
+            if split in ops:
+                yield split
+            else:
+                yield _make_op((_BACKWARD, stage + 1, microbatch))
 
 
 def needs(instructions: Sequence[Instruction], rank: int) -> list[tuple[int, ...]]:

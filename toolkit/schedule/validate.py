@@ -15,6 +15,7 @@ from toolkit.schedule.timing import Timing
 MOST = 2**17
 """Most forwards of a training step; more take minutes and gigabytes."""
 
+_KINDS = (*Kind,)
 _COMPLETE = (
     {Kind.FORWARD, Kind.BACKWARD},
     {Kind.FORWARD, Kind.BACKWARD_INPUT, Kind.BACKWARD_WEIGHT},
@@ -51,7 +52,8 @@ def check_complete(ops: Collection[Op], n_stages: int, n_microbatches: int) -> N
             )
     for stage in range(n_stages):
         for microbatch in range(n_microbatches):
-            kinds = {kind for kind in Kind if Op(kind, stage, microbatch) in ops}
+            # A plain tuple equals the op, and there are four for each forward of a step.
+            kinds = {kind for kind in _KINDS if (kind, stage, microbatch) in ops}
             if kinds not in _COMPLETE:
                 kind_names = (
                     ", ".join(kind.name.lower() for kind in sorted(kinds)) or "nothing"
