@@ -1,5 +1,6 @@
 """Simulated timelines: small ones by hand, all of them by what the schedule promises."""
 
+import gc
 from collections import Counter
 from dataclasses import replace
 from functools import partial
@@ -550,6 +551,21 @@ def test_two_machines_take_less_time_in_two_groups_than_in_one_or_four():
         for plan in plans
     )
     assert grouped < 0.8 * min(others)
+
+
+@pytest.mark.parametrize("state", STATES)
+def test_programs_and_timelines_are_freed_without_the_collector(state):
+    schedule = catalog.cyclic(4, state=state)
+    hardware = Hardware("slow", 1.0, inf, link_bandwidth=1.0, shared_ports=True)
+    gc.collect()
+    gc.disable()
+    try:
+        timeline = simulate(schedule.lower(3).verify(), unit_costs(4), hardware)
+        assert timeline.step_time > 0
+        del timeline
+        assert gc.collect() == 0
+    finally:
+        gc.enable()
 
 
 @pytest.mark.parametrize("overlap", [1.0, 0.75])

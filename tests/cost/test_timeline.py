@@ -172,6 +172,18 @@ def test_staggered_workers_are_never_idle_however_few_steps_are_simulated(n_step
     )
 
 
+@pytest.mark.parametrize("kind", [None, *KINDS])
+def test_the_peak_is_the_highest_point_of_the_memory(kind):
+    program = catalog.cyclic(4, state="sharded").lower(3).verify()
+    hardware = replace(SLOW, shared_ports=True)
+    timeline = simulate(program, unit_costs(4), hardware, [0.5] * 4)
+    for rank in (None, *range(4)):
+        highest = max(
+            (n_bytes for _, n_bytes in timeline.memory(rank, kind)), default=0
+        )
+        assert timeline.peak_memory(rank, kind) == highest
+
+
 def test_to_frame():
     found = simulate(catalog.gpipe(2, 2).lower(1), (FIRST, SECOND), SLOW)
     frame = found.to_frame()

@@ -9,7 +9,7 @@ from toolkit.schedule.instruction import Buffer
 if TYPE_CHECKING:
     from toolkit.schedule.program import Program
 
-OpKey = tuple[int, int, int | None, int | None]
+OpKey = tuple
 """Kind, stage, micro-batch and step of an op."""
 
 Promise = tuple[int, int | None, Buffer | None]
