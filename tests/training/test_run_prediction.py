@@ -60,7 +60,9 @@ class ReadsValues(torch.optim.SGD):
 
 
 @pytest.mark.parametrize(
-    ("make", "words"), [(sgd, 0), (momentum, 1), (adam, 2)], ids=str
+    ("make", "words"),
+    [(sgd, 0), (momentum, 1), (adam, 2)],
+    ids=["SGD", "momentum", "Adam"],
 )
 def test_state_is_as_many_numbers_as_an_optimizer_keeps(stages_and_costs, make, words):
     stages, costs = stages_and_costs
