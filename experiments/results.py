@@ -15,7 +15,7 @@ from typing import Any
 from toolkit import format as cells
 from toolkit.cost.pipeline_table import pipeline_cells
 from toolkit.cost.situations import model_cells, situation_cells
-from toolkit.cost.slow_links import FREE_LINKS, LOCAL_SGD, slow_link_cells
+from toolkit.cost.slow_links import slow_link_table
 from toolkit.metric import ACCURACY, LOSS, Metric
 from toolkit.plan.plan_table import plan_cells
 from toolkit.results.best_rules import best_rules
@@ -234,26 +234,8 @@ def _prediction_errors(result: Result) -> Rows:
     return rows
 
 
-ONE_COLUMN = {LOCAL_SGD: "local SGD", FREE_LINKS: "free links"}
-"""Methods of a table of slow links whose step takes as long under every rule."""
-
-
 def _slow_links(result: Result) -> Rows:
-    """A row a model and machine, a column a method; times by that of DDP with whole messages."""
-    table_rows: dict[tuple[str, str], Row] = {}
-    for row in result["compressed"]:
-        row_cells = slow_link_cells(row)
-        labels_of_row = {name: row_cells[name] for name in ("model", "machine", "M/C")}
-        table_row = table_rows.setdefault(
-            (row_cells["model"], row_cells["machine"]), labels_of_row
-        )
-        if row["method"] in ONE_COLUMN:
-            table_row[ONE_COLUMN[row["method"]]] = row_cells["DDP"]
-            continue
-        for rule in ("DDP", "CDP-v1"):
-            if row_cells[rule]:
-                table_row[f"{rule} {row_cells['messages']}"] = row_cells[rule]
-    return [*table_rows.values()]
+    return slow_link_table(result["compressed"])
 
 
 def _situations_short(result: Result) -> Rows:

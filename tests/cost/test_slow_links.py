@@ -5,7 +5,11 @@ import pytest
 from toolkit.cost import Hardware, StageCost
 from toolkit.cost.situations import assess_model
 from toolkit.cost.slow_link_rivals import ddp_rival, local_sgd_rival
-from toolkit.cost.slow_links import assess_slow_links, slow_link_cells
+from toolkit.cost.slow_links import (
+    assess_slow_links,
+    slow_link_cells,
+    slow_link_table,
+)
 from toolkit.cost.worker_forms import DataParallelJob
 from toolkit.errors import UserError
 
@@ -60,20 +64,40 @@ def test_no_method_undercuts_free_links():
         assert max(seconds) > 1.5 * free[rule]
 
 
+ROW = {
+    "model": "net",
+    "batch": 4,
+    "samples": "images",
+    "machine": "links",
+    "ratio": 2.0,
+    "method": "powersgd",
+    "whole_ddp": 2.0,
+    "ddp": 1.0,
+    "cdp_v1": 0.5,
+    "cdp_v2": None,
+}
+
+
+def test_a_table_has_a_column_a_method():
+    others = (
+        {"method": "local_sgd", "cdp_v1": None},
+        {"method": "free_links", "ddp": 0.25},
+    )
+    assert slow_link_table([ROW, *({**ROW, **other} for other in others)]) == [
+        {
+            "model": "net, 4 images",
+            "machine": "links",
+            "M/C": "2",
+            "DDP rank 4": "0.50",
+            "CDP-v1 rank 4": "0.25",
+            "local SGD": "0.50",
+            "free links": "0.12",
+        }
+    ]
+
+
 def test_times_are_divided_by_those_of_whole_messages():
-    row = {
-        "model": "net",
-        "batch": 4,
-        "samples": "images",
-        "machine": "links",
-        "ratio": 2.0,
-        "method": "powersgd",
-        "whole_ddp": 2.0,
-        "ddp": 1.0,
-        "cdp_v1": 0.5,
-        "cdp_v2": None,
-    }
-    assert slow_link_cells(row) == {
+    assert slow_link_cells(ROW) == {
         "model": "net, 4 images",
         "machine": "links",
         "M/C": "2",

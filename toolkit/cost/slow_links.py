@@ -1,6 +1,6 @@
 """Who is fastest on slow links: compressed messages with and without late weights, and rivals."""
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from math import inf
@@ -124,3 +124,27 @@ def slow_link_cells(row: Mapping[str, Any]) -> dict[str, str]:
         if row[rule] is not None:
             cells[heading] = f"{row[rule] / row['whole_ddp']:.2f}"
     return cells
+
+
+_ONE_COLUMN = {LOCAL_SGD: "local SGD", FREE_LINKS: "free links"}
+"""Headings of methods that have one column, not one for each rule."""
+
+
+def slow_link_table(rows: Iterable[Mapping[str, Any]]) -> list[dict[str, str]]:
+    """Return a row for each model and machine, with a column for each method.
+
+    Args:
+        rows: as of :func:`slow_link_cells`.
+    """
+    table_rows: dict[tuple[str, str], dict[str, str]] = {}
+    for row in rows:
+        cells = slow_link_cells(row)
+        labels = {name: cells[name] for name in ("model", "machine", "M/C")}
+        table_row = table_rows.setdefault((cells["model"], cells["machine"]), labels)
+        if row["method"] in _ONE_COLUMN:
+            table_row[_ONE_COLUMN[row["method"]]] = cells["DDP"]
+            continue
+        for rule in ("DDP", "CDP-v1"):
+            if cells[rule]:
+                table_row[f"{rule} {cells['messages']}"] = cells[rule]
+    return [*table_rows.values()]

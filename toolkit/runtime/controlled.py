@@ -59,10 +59,9 @@ class Controlled(Runtime):
             :meth:`module`.
         schedule, optimizer, loss: as in ``Runtime``.
         controller: whose ranks train; by default that of this process, which it then makes.
-        keep_every: training steps after which all updates are completed and this process keeps a
-            copy of all state. If a rank is lost, all start again from there, and repeat the steps
-            since on the same data: at most so many, with the same results. None: a lost rank ends
-            the training.
+        keep_every: training steps after which updates are completed and this process keeps a copy
+            of all state. If a rank is lost, all start again from there, and repeat at most so many
+            steps on the same data, with the same results. None: a lost rank ends the training.
         **arguments: ``lr_scheduler``, ``seed`` and ``options`` as in ``Runtime``; other arguments
             of ``Distributed``, such as ``record``, or ``width`` and ``parallelize``, with which the
             controller has ``width`` processes a rank; ``backend``, ``timeout`` and ``interface`` of
@@ -245,7 +244,7 @@ class Controlled(Runtime):
         end = self.steps_done + source.n_steps
         # The first stretch, too, needs a state to repeat it from.
         if self._keep_every and (self.kept is None or not self._keeps_present_state()):
-            self.kept = self._joined_state()
+            self.kept = join_states(self._local_states())
         while self.steps_done < end:
             length = min(end - self.steps_done, self._keep_every or end)
             stretch = Stretch(self.steps_done, length)
@@ -363,9 +362,6 @@ class Controlled(Runtime):
     def state_dict(self) -> dict[str, Any]:
         """Return a copy of all state; see :meth:`Runtime.state_dict`."""
         self._check_ended()
-        return self._joined_state()
-
-    def _joined_state(self) -> dict[str, Any]:
         return join_states(self._local_states())
 
     def _local_states(self) -> list[dict[str, Any]]:

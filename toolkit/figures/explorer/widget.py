@@ -123,20 +123,12 @@ class Explorer(ui.VBox):
             layout={"width": "auto", "margin": "2px 2px 2px 100px"},
         )
         self._make_size_and_cost_controls(first, hardware)
-        tooltip = (
-            "devices of a rank, which share the stages of a model by tensor parallelism"
-        )
-        self.width = field(ui.Dropdown, "width", tooltip, options=_WIDTHS, value=width)
+        self.width.value = width
         self.columns = [Column(first), Column(second)]
         # A schedule of the user's has its own chains. A name takes the fastest ones.
         if isinstance(schedule, Schedule) and "chains" in options_of(first.method):
             self.columns[0].options["chains"].value = schedule.chains
-        self.view = ui.HTML()
-        self.folder = field(ui.Text, "export to", value=".", continuous_update=False)
-        self.buttons = [
-            ui.Button(description=label, icon="download") for label in EXPORTS.values()
-        ]
-        self.status = ui.HTML()
+        self._make_view_and_exports()
         self.shared = (
             self.stages,
             self.microbatches,
@@ -152,6 +144,15 @@ class Explorer(ui.VBox):
         self.add_class("cdp-explorer")
         self._observe()
         self._redraw()
+
+    def _make_view_and_exports(self) -> None:
+        """Make the drawing, and what saves it."""
+        self.view = ui.HTML()
+        self.folder = field(ui.Text, "export to", value=".", continuous_update=False)
+        self.buttons = [
+            ui.Button(description=label, icon="download") for label in EXPORTS.values()
+        ]
+        self.status = ui.HTML()
 
     def _rows(self) -> list[ui.Widget]:
         """Return the rows of the widget, from top to bottom."""
@@ -175,6 +176,10 @@ class Explorer(ui.VBox):
         self.costs.value = _GIVEN if _GIVEN in self._costs else UNIFORM
         self.hardware = field(ui.Dropdown, "hardware", options=[*self._machines])
         self.hardware.value = hardware.name if hardware else "unit"
+        tooltip = (
+            "devices of a rank, which share the stages of a model by tensor parallelism"
+        )
+        self.width = field(ui.Dropdown, "width", tooltip, options=_WIDTHS)
         tooltip = "images of a micro-batch, for a model on offer"
         self.batch = field(ui.Dropdown, "batch", tooltip, options=_BATCHES, value=BATCH)
         tooltip = "what the stages of a model share equally; the fastest where workers are late"
