@@ -250,13 +250,14 @@ def test_simulate_several_schedules(tmp_path):
 
 
 def test_simulate_several_devices_a_rank(tmp_path):
-    """DDP has as many devices; a model without a plan is refused."""
+    """DDP has as many devices, whether a model has a plan or shares its weights alone."""
     options = ("stages=2", "microbatches=4", "batch=2", "schedule=gpipe", "width=2")
     gpt = ("model=gpt", "model.layers=1", "model.width=16", "shape=[8]", "classes=32")
-    baseline, pipeline = complete("simulate", tmp_path, *gpt, *options)["metrics"]
-    assert (baseline["ranks"], baseline["devices"]) == (4, 4)
-    assert (pipeline["ranks"], pipeline["devices"]) == (2, 4)
-    refused("simulate", *SMALL, *options, match="width=2: .* Sequential")
+    for name, model in (("gpt", gpt), ("resnet", SMALL)):
+        found = complete("simulate", tmp_path / name, *model, *options)
+        baseline, pipeline = found["metrics"]
+        assert (baseline["ranks"], baseline["devices"]) == (4, 4)
+        assert (pipeline["ranks"], pipeline["devices"]) == (2, 4)
 
 
 @thorough
@@ -467,7 +468,7 @@ plan data=digits classes=3 | classes .* data
 plan widths=[2] ranks=1 | widths=2 .* ranks=1
 plan widths=[0] | widths .* got \[0\]
 plan widths=[3] ranks=6 batch=6 hardware=machines_of_8 | width=3 .* 8
-plan model=resnet8 widths=[2] | width=2: .* Sequential
+plan model=gpt model.heads=1 model.width=16 widths=[2] | width=2 .*heads, 1
 plan pilot=true data=digits widths=[1,2] | pilot=true .* widths=\[1, 2\]
 plan memory=16GB/s | memory .* 16GB/s
 plan memory=32 | memory=32GiB
