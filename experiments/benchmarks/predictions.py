@@ -1,7 +1,8 @@
 """How well a plan predicts: candidates of a plan run on two ranks, against their simulation.
 
-Stages are timed on the ranks, links by messages of two sizes, the memory by copies. Nothing is
-fitted to the runs that are compared.
+Stages are timed on the ranks, links by messages of two sizes, the memory by copies, and the
+runtime itself by models that compute almost nothing. Nothing is fitted to the runs that are
+compared.
 """
 
 import random
@@ -18,6 +19,7 @@ from torch.nn import functional as F
 from tqdm import tqdm
 
 from benchmarks.checks import check_cpu
+from benchmarks.null_model import measure_overhead
 from benchmarks.training_steps import N_CLASSES, momentum_sgd, random_images
 from toolkit.cli.check_options import check_counts
 from toolkit.cost import Costs, Hardware, Timeline, profile, recomputing, simulate
@@ -29,7 +31,6 @@ from toolkit.plan.candidates import Candidate, candidates
 from toolkit.runtime import Distributed, StepOptions, World, join, launch
 from toolkit.runtime.meters.measurements import Measurements
 from toolkit.runtime.microbatches import GlobalBatch
-from toolkit.schedule import Schedule
 from toolkit.schedule.instruction import Action
 from toolkit.schedule.program import Program
 from toolkit.schedule.steady_state import steps_to_time
@@ -68,6 +69,7 @@ def measure(options: dict[str, Any], seed: int) -> list[dict[str, Any]]:
     world = join(device="cpu")
     size = options["image_size"]
     hardware = measure_hardware(world)
+    overhead = measure_overhead(world, hardware, step_seconds)
     inputs, targets = random_images(options["batch"], size)
     rows = []
     for name, candidate in tqdm(draw_candidates(options, seed), disable=world.rank > 0):
@@ -81,9 +83,10 @@ def measure(options: dict[str, Any], seed: int) -> list[dict[str, Any]]:
             )
         except UserError:  # the model has fewer stages
             continue
-        costs = recomputing(
-            _mean_seconds(world, profile(stages, example)), candidate.checkpoint
-        )
+        program = schedule.lower(steps_to_time(schedule, 8)).verify()
+        costs = _mean_seconds(world, profile(stages, example))
+        costs = overhead.added_to(costs, program, stages)
+        costs = recomputing(costs, candidate.checkpoint)
         runtime = Distributed(
             stages,
             schedule,
@@ -98,19 +101,18 @@ def measure(options: dict[str, Any], seed: int) -> list[dict[str, Any]]:
         seconds = step_seconds(world, runtime, (inputs, targets), options["steps"])
 
         row = {"model": name, "schedule": candidate.label}
-        rows.append(row | _errors(schedule, costs, hardware, measurements, seconds))
+        rows.append(row | _errors(program, costs, hardware, measurements, seconds))
     return rows
 
 
 def _errors(
-    schedule: Schedule,
+    program: Program,
     costs: Costs,
     hardware: Hardware,
     measurements: Measurements,
     seconds: float,
 ) -> dict[str, Any]:
     """Return the step time and the memory, predicted and measured, as cells of a row."""
-    program = schedule.lower(steps_to_time(schedule, 8)).verify()
     weight_bytes = [cost.parameter_bytes for cost in costs]
     predicted = simulate(program, costs, hardware, weight_bytes)
     measured = measurements.timeline()
