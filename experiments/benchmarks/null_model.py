@@ -61,14 +61,17 @@ class RuntimeOverhead:
         """Return ``costs``, one entry per stage, with the runtime's time in their seconds."""
         more = self.of_an_op(program, stages)
         halves = any(i.action == Action.BACKWARD_WEIGHT for i in program.ranks[0])
-        return tuple(
-            replace(
+        longer_costs = []
+        for cost in costs:
+            assert cost.forward_seconds is not None  # they are measured
+            assert cost.backward_seconds is not None
+            longer_cost = replace(
                 cost,
                 forward_seconds=cost.forward_seconds + more,
                 backward_seconds=cost.backward_seconds + more * (2 if halves else 1),
             )
-            for cost in costs
-        )
+            longer_costs.append(longer_cost)
+        return tuple(longer_costs)
 
 
 def count(program: Program, stages: Stages) -> np.ndarray:
@@ -95,9 +98,11 @@ def null_models() -> Iterator[tuple[Schedule, int]]:
         (8, 1, 8),
         (2, 4, 8),
     ):
-        sizes = {"n_stages": n_stages, "accumulate": accumulate}
-        yield catalog.data_parallel(2, **sizes), n_layers
-        yield catalog.cyclic(2, 1, **sizes), n_layers
+        yield (
+            catalog.data_parallel(2, n_stages=n_stages, accumulate=accumulate),
+            n_layers,
+        )
+        yield catalog.cyclic(2, 1, n_stages=n_stages, accumulate=accumulate), n_layers
     yield catalog.cyclic(2, n_stages=8, state="sharded"), 1
     yield catalog.data_parallel(2, n_stages=8, state="sharded"), 1
 
