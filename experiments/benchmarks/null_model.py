@@ -6,7 +6,7 @@ null models, of a few numbers each, take little else::
 
     measured seconds of a step - simulated ones = ops a + tensors b + messages c + updates d
 
-Each null model has other counts, so least squares tell a, b, c and d apart.
+The null models differ in these counts, and least squares find a, b, c and d.
 """
 
 from collections.abc import Callable, Iterator
@@ -37,7 +37,7 @@ StepSeconds = Callable[[World, Distributed, GlobalBatch, int], float]
 
 @dataclass(frozen=True)
 class RuntimeOverhead:
-    """Seconds that the runtime takes beside the stages.
+    """Seconds that the runtime adds to those of the stages.
 
     Attributes:
         op: of a forward or a backward.
@@ -152,17 +152,18 @@ def solve(counts: np.ndarray, seconds: np.ndarray) -> RuntimeOverhead:
         counts: ``[null model][thing]``, as of :func:`count`.
         seconds: ``[null model]``.
     """
-    used = list(range(counts.shape[1]))
-    found = np.zeros(counts.shape[1])
-    while used:
+    n_things = counts.shape[1]
+    things = list(range(n_things))
+    seconds_of_thing = np.zeros(n_things)
+    while things:
         # Relative errors count, or the largest null model would decide alone.
         weights = 1 / np.maximum(np.abs(seconds), 1e-6)
         shares, *_ = np.linalg.lstsq(
-            counts[:, used] * weights[:, None], seconds * weights, rcond=None
+            counts[:, things] * weights[:, None], seconds * weights, rcond=None
         )
         if shares.min() >= 0:
-            found[used] = shares
+            seconds_of_thing[things] = shares
             break
         # Noise, or a thing that goes with others: it counts as nothing.
-        used.pop(int(shares.argmin()))
-    return RuntimeOverhead(*map(float, found))
+        things.pop(int(shares.argmin()))
+    return RuntimeOverhead(*map(float, seconds_of_thing))

@@ -14,7 +14,7 @@ from torch.nn import functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from tests.runtime import models
-from toolkit.errors import UserError
+from tests.runtime.device_rows import refusals
 from toolkit.model import partition
 from toolkit.model.gathered_weights import GatheredWeight, shard_parameters
 from toolkit.model.sharded_module import Sharding
@@ -250,15 +250,7 @@ def refused(world):
         ),
         write_in_place,
     )
-    messages = []
-    for attempt in attempts:
-        try:
-            attempt()
-        except UserError as error:
-            messages.append(str(error))
-        else:
-            messages.append("")
-    return messages
+    return refusals(attempts)
 
 
 # What reads a weight [4, 6] in a forward.

@@ -1,4 +1,4 @@
-"""What devices of a rank measure, beside what is predicted of them before anything runs."""
+"""Measurements of a rank's devices agree with predictions that are made before they run."""
 
 import csv
 import json

@@ -359,6 +359,11 @@ def _refused(world):
             world, *case[:2], StepOptions(compile="default"), by_columns_and_rows
         ),
     )
+    return refusals(attempts)
+
+
+def refusals(attempts):
+    """The message of each attempt's UserError; empty where there is none."""
     messages = []
     for attempt in attempts:
         try:

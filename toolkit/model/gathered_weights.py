@@ -1,4 +1,4 @@
-"""Weights of which each device of a row has a shard, and which are whole while an op reads them.
+"""Sharded weights: each device of a row keeps a shard, and gathers the whole for each op.
 
 Every device computes the same micro-batch, so results are those of one device, also those of batch
 norms. Between ops a device has its shards alone, as in fully sharded data parallelism (Rajbhandari

@@ -1,4 +1,4 @@
-"""Write what a training run has measured beside what the simulator predicts for it."""
+"""Write the measurements of a training run, and the simulator's predictions of them."""
 
 from pathlib import Path
 from typing import NamedTuple

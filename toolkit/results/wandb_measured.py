@@ -1,4 +1,4 @@
-"""What a run has measured in W&B: its timeline, memory and messages, beside their prediction."""
+"""Log the measured timeline, memory and messages of a run to W&B, and their predictions."""
 
 from collections.abc import Mapping, Sequence
 from statistics import mean
