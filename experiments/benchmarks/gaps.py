@@ -21,7 +21,7 @@ from tqdm import tqdm
 
 from benchmarks.training_steps import WARM_UP, Setting
 from toolkit.cli.check_options import check_counts
-from toolkit.cost.profiling import synchronized_time
+from toolkit.cost.stage_seconds import synchronized_time
 from toolkit.errors import UserError
 
 _COUNTS = ("image_size", "microbatches", "stages", "batch", "steps", "longest")

@@ -4,21 +4,28 @@ Stages are timed apart from the runtime. In a training step each op, tensor, mes
 also takes time of the runtime: it swaps weights in, notes where it is, packs and sends. Steps of
 null models, of a few numbers each, take little else::
 
-    measured seconds of a step - simulated ones = ops a + tensors b + messages c + updates d
+    measured seconds of a step - simulated ones =
+        ops a + tensors b + messages c + bytes of messages d + updates e
 
-The null models differ in these counts, and least squares find a, b, c and d.
+The null models differ in these counts, and least squares find a to e. Bytes count since a rank's
+own processor copies its messages, beside the ops.
 """
 
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterator, Sequence
+from copy import deepcopy
+from dataclasses import dataclass, field, replace
+from statistics import median
 
 import numpy as np
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.nn import functional as F
 
 from benchmarks.training_steps import momentum_sgd
-from toolkit.cost import Costs, Hardware, profile, simulate
+from toolkit.cost import Costs, Hardware, StageCost, profile, simulate
+from toolkit.cost.profiling import with_seconds
+from toolkit.cost.stage_costs import moved_bytes
+from toolkit.cost.stage_seconds import StageSeconds, seconds_in_turn
 from toolkit.model import Stages, partition
 from toolkit.runtime import Distributed, World
 from toolkit.runtime.microbatches import GlobalBatch
@@ -28,8 +35,11 @@ from toolkit.schedule.steady_state import steps_to_time
 
 _FEATURES = 4
 _SAMPLES = 4  # of a micro-batch
-_STEPS = 20  # that are timed
+_WIDE = 1 << 16  # features that a stage sends: messages of 1 MB
+_STEPS = 10  # that are timed in a round
+_ROUNDS = 3  # in which all models are timed after one another; the median counts
 _LOWERED = 8  # steps of a program at least
+_REPEATS = 1  # runs of the stages in a round, after one that warms up
 
 StepSeconds = Callable[[World, Distributed, GlobalBatch, int], float]
 """Times a step of a runtime on a batch, over some steps."""
@@ -43,23 +53,25 @@ class RuntimeOverhead:
         op: of a forward or a backward.
         tensor: of each weight or buffer of an op's stage.
         message: of a message that a rank sends or receives.
+        byte: of each byte of these messages.
         update: of an update of a stage.
     """
 
     op: float
     tensor: float
     message: float
+    byte: float
     update: float
 
-    def of_an_op(self, program: Program, stages: Stages) -> float:
+    def of_an_op(self, program: Program, stages: Stages, costs: Costs) -> float:
         """Return the seconds that an op of ``program`` takes longer, in the mean."""
-        counts = count(program, stages)
-        seconds = counts @ [self.op, self.tensor, self.message, self.update]
+        counts = count(program, stages, costs)
+        seconds = counts @ [self.op, self.tensor, self.message, self.byte, self.update]
         return float(seconds / counts[0])
 
     def added_to(self, costs: Costs, program: Program, stages: Stages) -> Costs:
         """Return ``costs``, one entry per stage, with the runtime's time in their seconds."""
-        more = self.of_an_op(program, stages)
+        more = self.of_an_op(program, stages, costs)
         halves = any(i.action == Action.BACKWARD_WEIGHT for i in program.ranks[0])
         longer_costs = []
         for cost in costs:
@@ -74,23 +86,39 @@ class RuntimeOverhead:
         return tuple(longer_costs)
 
 
-def count(program: Program, stages: Stages) -> np.ndarray:
-    """Return ops, their tensors, messages and updates: of a rank in a step, in the mean."""
+def count(program: Program, stages: Stages, costs: Costs) -> np.ndarray:
+    """Return ops, their tensors, messages, their bytes, and updates: of a rank in a step."""
     n_tensors = [len(stage.state_dict()) for stage in stages]
-    counts = np.zeros(4)
+    n_bytes = moved_bytes(costs)
+    counts = np.zeros(5)
     for order in program.ranks:
         for i in order:
             if i.action.computes:
-                counts += [1, n_tensors[i.stage], 0, 0]
+                counts += [1, n_tensors[i.stage], 0, 0, 0]
             elif i.action.communicates:
-                counts[2] += 1
+                counts += [0, 0, 1, n_bytes[i.buffer][i.stage], 0]
             elif i.action == Action.UPDATE:
-                counts[3] += 1
+                counts[4] += 1
     return counts / len(program.ranks) / program.n_steps
 
 
-def null_models() -> Iterator[tuple[Schedule, int]]:
-    """Yield schedules on two ranks, and layers of each stage."""
+def layer() -> nn.Module:
+    """Return what a network's layer has: weights, and a norm with running statistics."""
+    return nn.Sequential(nn.Linear(_FEATURES, _FEATURES), nn.BatchNorm1d(_FEATURES))
+
+
+def narrow(n_layers: int) -> nn.Module:
+    """Return layers that compute and send almost nothing."""
+    return nn.Sequential(*(layer() for _ in range(n_layers)))
+
+
+def wide() -> nn.Module:
+    """Return two layers between which large messages travel."""
+    return nn.Sequential(nn.Linear(_FEATURES, _WIDE), nn.Linear(_WIDE, _FEATURES))
+
+
+def null_models() -> Iterator[tuple[Schedule, nn.Module]]:
+    """Yield schedules on two ranks, and models for them."""
     for n_stages, accumulate, n_layers in (
         (1, 1, 1),
         (8, 1, 1),
@@ -98,18 +126,66 @@ def null_models() -> Iterator[tuple[Schedule, int]]:
         (8, 1, 8),
         (2, 4, 8),
     ):
-        yield (
+        for schedule in (
             catalog.data_parallel(2, n_stages=n_stages, accumulate=accumulate),
-            n_layers,
-        )
-        yield catalog.cyclic(2, 1, n_stages=n_stages, accumulate=accumulate), n_layers
-    yield catalog.cyclic(2, n_stages=8, state="sharded"), 1
-    yield catalog.data_parallel(2, n_stages=8, state="sharded"), 1
+            catalog.cyclic(2, 1, n_stages=n_stages, accumulate=accumulate),
+        ):
+            yield schedule, narrow(n_stages * n_layers)
+    yield catalog.cyclic(2, n_stages=8, state="sharded"), narrow(8)
+    yield catalog.data_parallel(2, n_stages=8, state="sharded"), narrow(8)
+    for n_microbatches in (4, 8):
+        yield catalog.one_f_one_b(2, n_microbatches), narrow(2)
+        yield catalog.one_f_one_b(2, n_microbatches), wide()
+        yield catalog.gpipe(2, n_microbatches), wide()
 
 
-def layer() -> nn.Module:
-    """Return what a network's layer has: weights, and a norm with running statistics."""
-    return nn.Sequential(nn.Linear(_FEATURES, _FEATURES), nn.BatchNorm1d(_FEATURES))
+@dataclass
+class _NullTraining:
+    """A null model and its runtime.
+
+    Attributes:
+        program: steps that are simulated.
+        stages: with weights of their own, to be timed apart.
+        costs: one entry per stage; their seconds do not count.
+        runtime: trains the model.
+        batch: of a training step.
+        seconds: measured seconds of a step without the simulated ones, by round.
+    """
+
+    program: Program
+    stages: Stages
+    costs: Costs
+    runtime: Distributed
+    batch: tuple[Tensor, Tensor]
+    seconds: list[float] = field(default_factory=list)
+
+
+def _null_training(world: World, schedule: Schedule, model: nn.Module) -> _NullTraining:
+    n_samples = _SAMPLES * schedule.n_microbatches
+    batch = torch.randn(n_samples, _FEATURES), torch.randint(_FEATURES, (n_samples,))
+    example = batch[0][:_SAMPLES]
+    stages = partition(model, schedule.n_stages, example, "parameters", check=False)
+    program = schedule.lower(steps_to_time(schedule, _LOWERED)).verify()
+    timed_stages = deepcopy(stages)  # the runtime takes the weights of the others
+    costs = profile(stages, example, repeats=1)
+    runtime = Distributed(stages, schedule, momentum_sgd, F.cross_entropy, world=world)
+    return _NullTraining(program, timed_stages, costs, runtime, batch)
+
+
+def measured_costs(
+    world: World, stages: Stages, costs: Sequence[StageCost], example: Tensor
+) -> Costs:
+    """Return ``costs`` with seconds: the means of the ranks, which time all stages at once."""
+    world.barrier()
+    measured = seconds_in_turn([*stages], (example,), _REPEATS, "fp32")
+    seconds_of_rank = world.gather(measured)
+    mean_costs = []
+    for cost, seconds in zip(costs, zip(*seconds_of_rank, strict=True), strict=True):
+        forward = sum(each.forward for each in seconds) / world.size
+        backward = sum(each.backward for each in seconds) / world.size
+        share = seconds[world.rank].weight_share
+        mean_costs.append(with_seconds(cost, StageSeconds(forward, backward, share)))
+    return mean_costs
 
 
 def measure_overhead(
@@ -122,37 +198,30 @@ def measure_overhead(
         hardware: links and memory of the ranks, for the part that is simulated.
         step_seconds: times a step.
     """
-    rows, seconds = [], []
-    for schedule, n_layers in null_models():
-        n_samples = _SAMPLES * schedule.n_microbatches
-        batch = (
-            torch.randn(n_samples, _FEATURES),
-            torch.randint(_FEATURES, (n_samples,)),
-        )
-        model = nn.Sequential(*(layer() for _ in range(schedule.n_stages * n_layers)))
-        example = batch[0][:_SAMPLES]
-        stages = partition(model, schedule.n_stages, example, "parameters", check=False)
-        costs = profile(stages, example)
-        program = schedule.lower(steps_to_time(schedule, _LOWERED)).verify()
-        weight_bytes = [cost.parameter_bytes for cost in costs]
-        simulated = simulate(program, costs, hardware, weight_bytes).step_time
-        runtime = Distributed(
-            stages, schedule, momentum_sgd, F.cross_entropy, world=world
-        )
-        measured = step_seconds(world, runtime, batch, _STEPS)
-        rows.append(count(program, stages))
-        seconds.append(measured - max(world.gather(simulated)))
-    return solve(np.array(rows), np.array(seconds))
+    trainings = [_null_training(world, *null_model) for null_model in null_models()]
+    for _ in range(_ROUNDS):
+        for each in trainings:
+            example = each.batch[0][:_SAMPLES]
+            costs = measured_costs(world, each.stages, each.costs, example)
+            weight_bytes = [cost.parameter_bytes for cost in costs]
+            simulated = simulate(each.program, costs, hardware, weight_bytes).step_time
+            measured = step_seconds(world, each.runtime, each.batch, _STEPS)
+            each.seconds.append(measured - max(world.gather(simulated)))
+    counts = [count(each.program, each.stages, each.costs) for each in trainings]
+    seconds = [median(each.seconds) for each in trainings]
+    return solve(np.array(counts), np.array(seconds))
 
 
 def solve(counts: np.ndarray, seconds: np.ndarray) -> RuntimeOverhead:
-    """Return the seconds of each thing counted that explain ``seconds`` best; none is negative.
+    """Return what each thing counted takes that explains ``seconds`` best; none is negative.
 
     Args:
         counts: ``[null model][thing]``, as of :func:`count`.
         seconds: ``[null model]``.
     """
     n_things = counts.shape[1]
+    scales = np.maximum(counts.max(axis=0), 1e-9)  # bytes are millions, updates are few
+    counts = counts / scales
     things = list(range(n_things))
     seconds_of_thing = np.zeros(n_things)
     while things:
@@ -166,4 +235,4 @@ def solve(counts: np.ndarray, seconds: np.ndarray) -> RuntimeOverhead:
             break
         # Noise, or a thing that goes with others: it counts as nothing.
         things.pop(int(shares.argmin()))
-    return RuntimeOverhead(*map(float, seconds_of_thing))
+    return RuntimeOverhead(*map(float, seconds_of_thing / scales))

@@ -1,13 +1,15 @@
 """How well a plan predicts: candidates of a plan run on two ranks, against their simulation.
 
-Stages are timed on the ranks, links by messages of two sizes, the memory by copies, and the
-runtime itself by models that compute almost nothing. Nothing is fitted to the runs that are
-compared.
+Stages are timed on the ranks, in turn as in training, links by messages of two sizes, the memory
+by copies, and the runtime itself by models that compute almost nothing. Nothing is fitted to the
+runs that are compared. Other work of the machine slows both by turns: stages and steps are timed
+in alternating rounds, and medians count.
 """
 
 import random
 import time
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
+from copy import deepcopy
 from dataclasses import replace
 from statistics import median
 from typing import Any
@@ -19,7 +21,7 @@ from torch.nn import functional as F
 from tqdm import tqdm
 
 from benchmarks.checks import check_cpu
-from benchmarks.null_model import measure_overhead
+from benchmarks.null_model import measure_overhead, measured_costs
 from benchmarks.training_steps import N_CLASSES, momentum_sgd, random_images
 from toolkit.cli.check_options import check_counts
 from toolkit.cost import Costs, Hardware, Timeline, profile, recomputing, simulate
@@ -37,6 +39,7 @@ from toolkit.schedule.steady_state import steps_to_time
 
 _RANKS = 2
 _RECORDED = 6  # training steps whose memory is measured, before those that are timed
+_ROUNDS = 3  # of timing stages and training steps
 _MESSAGES = 1 << 12, 1 << 22  # bytes
 _REPEATS = 15
 _SUMMING = Action.BACKWARD, Action.BACKWARD_WEIGHT
@@ -84,9 +87,8 @@ def measure(options: dict[str, Any], seed: int) -> list[dict[str, Any]]:
         except UserError:  # the model has fewer stages
             continue
         program = schedule.lower(steps_to_time(schedule, 8)).verify()
-        costs = _mean_seconds(world, profile(stages, example))
-        costs = overhead.added_to(costs, program, stages)
-        costs = recomputing(costs, candidate.checkpoint)
+        timed_stages = deepcopy(stages)  # the runtime takes the weights of the others
+        bytes_of_stage = profile(stages, example, repeats=1)
         runtime = Distributed(
             stages,
             schedule,
@@ -98,7 +100,17 @@ def measure(options: dict[str, Any], seed: int) -> list[dict[str, Any]]:
         )
         list(runtime.run([(inputs, targets)] * _RECORDED))
         measurements = runtime.measurements()
-        seconds = step_seconds(world, runtime, (inputs, targets), options["steps"])
+        costs_of_round, seconds_of_round = [], []
+        for _ in range(_ROUNDS):
+            costs_of_round.append(
+                measured_costs(world, timed_stages, bytes_of_stage, example)
+            )
+            seconds_of_round.append(
+                step_seconds(world, runtime, (inputs, targets), options["steps"])
+            )
+        costs = overhead.added_to(_medians(costs_of_round), program, timed_stages)
+        costs = recomputing(costs, candidate.checkpoint)
+        seconds = median(seconds_of_round)
 
         row = {"model": name, "schedule": candidate.label}
         rows.append(row | _errors(program, costs, hardware, measurements, seconds))
@@ -190,21 +202,20 @@ def link_of(small_seconds: float, large_seconds: float) -> tuple[float, float]:
     return (_MESSAGES[1] - _MESSAGES[0]) / (large_seconds - latency), latency
 
 
-def _mean_seconds(world: World, costs: Costs) -> Costs:
-    """Return costs with the mean of the seconds that the ranks measured."""
-    costs_of_rank = world.gather([*costs])
-    mean_costs = []
-    for stage_costs in zip(*costs_of_rank, strict=True):
-        forward = sum(cost.forward_seconds for cost in stage_costs) / world.size
-        backward = sum(cost.backward_seconds for cost in stage_costs) / world.size
-        mean_costs.append(
+def _medians(costs_of_round: Sequence[Costs]) -> Costs:
+    """Return costs, one entry per stage, with the medians of all rounds' seconds."""
+    median_costs = []
+    for costs_of_stage in zip(*costs_of_round, strict=True):
+        forwards = [cost.forward_seconds for cost in costs_of_stage]
+        backwards = [cost.backward_seconds for cost in costs_of_stage]
+        median_costs.append(
             replace(
-                stage_costs[world.rank],
-                forward_seconds=forward,
-                backward_seconds=backward,
+                costs_of_stage[0],
+                forward_seconds=median(forwards),
+                backward_seconds=median(backwards),
             )
         )
-    return mean_costs
+    return median_costs
 
 
 def _gradient_bytes(program: Program, costs: Costs) -> list[float]:

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 import torch
 from tqdm import tqdm
 
-from toolkit.cost.profiling import synchronized_time
+from toolkit.cost.stage_seconds import synchronized_time
 
 if TYPE_CHECKING:
     # To time what needs no runtime must not load them.

@@ -8,6 +8,7 @@ from torch import nn
 from torchvision.models import VisionTransformer
 
 from toolkit.cost import Hardware, profile, simulate
+from toolkit.cost.stage_seconds import seconds_in_turn
 from toolkit.errors import UserError
 from toolkit.model import build, partition
 from toolkit.model.kernel_work import Work
@@ -312,3 +313,52 @@ def test_what_arrives_by_a_message_is_contiguous():
     for by_message, copied_bytes in ((False, 0), (True, 2 * 3 * 4 * 4)):
         _, second = profile(stages, example, by_message=by_message)
         assert second.activation_bytes == copied_bytes
+
+
+def test_stages_run_in_turn():
+    """Forwards from the first stage to the last, then backwards from the last to the first."""
+    runs = []
+
+    class Noted(nn.Module):
+        def __init__(self, name):
+            super().__init__()
+            self.linear = nn.Linear(3, 3)
+            self.name = name
+
+        def forward(self, x):
+            runs.append(f"F{self.name}")
+            output = self.linear(x)
+            output.register_hook(lambda _: runs.append(f"B{self.name}"))
+            return (output,)
+
+    inputs = (torch.zeros(2, 3, requires_grad=True),)
+    measured = seconds_in_turn([Noted("0"), Noted("1")], inputs, 1, "fp32")
+    assert runs[:4] == ["F0", "F1", "B1", "B0"]
+    assert all(each.forward > 0 and each.backward > 0 for each in measured)
+
+
+def test_timing_in_turn_changes_seconds_alone():
+    torch.manual_seed(0)
+    stages = partition(network(), 3, torch.randn(2, 3, 8, 8))
+    before = {name: value.clone() for name, value in stages.model.state_dict().items()}
+    alone = profile(stages, torch.randn(2, 3, 8, 8), repeats=1)
+    in_turn = profile(stages, torch.randn(2, 3, 8, 8), repeats=1, in_turn=True)
+    for one, other in zip(alone, in_turn, strict=True):
+        assert other.forward_seconds > 0
+        assert other.backward_seconds > 0
+        assert 0 <= other.weight_share < 1
+        for name in ("forward_seconds", "backward_seconds", "weight_share"):
+            one = replace(one, **{name: getattr(other, name)})
+        assert one == other
+    after = stages.model.state_dict()
+    assert all(torch.equal(before[name], after[name]) for name in before)
+    assert all(weight.grad is None for weight in stages.model.parameters())
+
+
+def test_backwards_of_tokens_have_no_share_of_weights_in_turn():
+    model = nn.Sequential(nn.Embedding(5, 3), nn.Linear(3, 5))
+    tokens = torch.zeros(2, 4, dtype=torch.long)
+    costs = profile(partition(model, 2, tokens), tokens, repeats=1, in_turn=True)
+    embedding, linear = costs
+    assert embedding.weight_share is None
+    assert 0 <= linear.weight_share < 1

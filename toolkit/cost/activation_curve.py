@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 from torch import Tensor, fx, nn
 
 from toolkit.cost.hardware import Hardware, check_hardware
-from toolkit.cost.profiling import timed
+from toolkit.cost.stage_seconds import timed
 from toolkit.errors import UserError, check_choice
 from toolkit.model.generators import kept_generators
 from toolkit.model.kernel_work import Work

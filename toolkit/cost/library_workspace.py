@@ -19,8 +19,8 @@ from typing import Any
 
 import torch
 
-from toolkit.cost.profiling import fresh_leaves, received_inputs, timed
 from toolkit.cost.stage_costs import Costs, StageCost
+from toolkit.cost.stage_seconds import fresh_leaves, received_inputs, timed
 from toolkit.errors import UserError
 from toolkit.model import Stages
 from toolkit.model.generators import kept_generators

@@ -1,11 +1,6 @@
 """Costs of a model's stages: counted from shapes, and timed where the example is on a device."""
 
-import copy
-import time
-from collections.abc import Callable
 from dataclasses import replace
-from functools import partial
-from statistics import median
 from typing import Any
 
 import torch
@@ -13,46 +8,22 @@ from torch import Tensor, fx
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from toolkit.cost.stage_costs import StageCost
+from toolkit.cost.stage_seconds import (
+    StageSeconds,
+    Values,
+    received_inputs,
+    seconds_alone,
+    seconds_in_turn,
+)
 from toolkit.model import Stages
 from toolkit.model.generators import kept_generators
-from toolkit.model.kernel_work import tensors_in
 from toolkit.model.node_costs import differentiable, node_costs
 from toolkit.model.partition import check_stages
 from toolkit.model.peak_memory import working_bytes
-from toolkit.model.precision import autocast, check_precision
+from toolkit.model.precision import check_precision
 from toolkit.model.structure import tensors_of
 from toolkit.model.trace import refused
-from toolkit.model.traced_stage import evaluated, in_training
-
-Values = tuple[Tensor, ...]
-
-
-def synchronized_time(device: torch.device) -> float:
-    """Return ``time.perf_counter()`` in seconds after all work queued on ``device`` has ended."""
-    if device.type == "cuda":
-        # Kernels run asynchronously: wait before reading the clock.
-        torch.cuda.synchronize(device)
-    return time.perf_counter()
-
-
-def timed(
-    run: Callable[[], Any], device: torch.device, precision: str
-) -> tuple[float, float, Any]:
-    """Return the seconds of ``run`` and of the backward of what it returns, and what it returns."""
-    begin_time = synchronized_time(device)
-    with autocast(precision, device):
-        output = run()
-    forward_end = backward_end = synchronized_time(device)
-    # A stage may also send integers or tensors without a graph: nothing comes back for those.
-    differentiable_outputs = [tensor for tensor in tensors_in(output) if tensor.grad_fn]
-    if differentiable_outputs:
-        # Ones stand for what the next stage would send: seconds do not depend on values.
-        torch.autograd.backward(
-            differentiable_outputs,
-            [torch.ones_like(tensor) for tensor in differentiable_outputs],
-        )
-        backward_end = synchronized_time(device)
-    return forward_end - begin_time, backward_end - forward_end, output
+from toolkit.model.traced_stage import evaluated
 
 
 def profile(
@@ -62,6 +33,7 @@ def profile(
     precision: str = "fp32",
     *,
     by_message: bool = False,
+    in_turn: bool = False,
 ) -> tuple[StageCost, ...]:
     """Return the costs of ``stages`` on a micro-batch like ``example``.
 
@@ -79,6 +51,8 @@ def profile(
             weights count as activations.
         by_message: whether stages receive their inputs by messages, which are contiguous. Otherwise
             inputs have the strides of what the stage before returns.
+        in_turn: whether all stages are timed in turn, as they run in training; see
+            :mod:`toolkit.cost.stage_seconds`. It takes the memory of all activations.
 
     Raises:
         UserError: ``stages`` is not a Stages, cannot train on the example, or unknown precision.
@@ -98,19 +72,25 @@ def profile(
             extra_input_bytes = unkept_bytes
             cost, outputs, unkept_bytes = _analyse(stage, shapes, device, precision)
             cost = replace(cost, extra_input_bytes=extra_input_bytes)
-            if device.type != "meta":
-                forward, backward, share, values = _measure(
-                    stage, values, repeats, precision
-                )
-                cost = replace(
-                    cost,
-                    forward_seconds=forward,
-                    backward_seconds=backward,
-                    weight_share=share,
-                )
+            if device.type != "meta" and not in_turn:
+                seconds, values = seconds_alone(stage, values, repeats, precision)
+                cost = with_seconds(cost, seconds)
             costs.append(cost)
             shapes = received_inputs(outputs, by_message=by_message)
+        if device.type != "meta" and in_turn:
+            measured = seconds_in_turn([*stages], inputs, repeats, precision)
+            costs = [*map(with_seconds, costs, measured)]
     return tuple(costs)
+
+
+def with_seconds(cost: StageCost, seconds: StageSeconds) -> StageCost:
+    """Return ``cost`` with measured seconds."""
+    return replace(
+        cost,
+        forward_seconds=seconds.forward,
+        backward_seconds=seconds.backward,
+        weight_share=seconds.weight_share,
+    )
 
 
 def _analyse(
@@ -171,52 +151,3 @@ def _as_matrix(parameter: Tensor) -> tuple[int, int]:
     """Return the rows and columns of a parameter, whose first dimension counts the rows."""
     n_rows = parameter.shape[0] if parameter.ndim else 1
     return n_rows, parameter.numel() // max(1, n_rows)
-
-
-def _measure(
-    stage: fx.GraphModule, inputs: Values, repeats: int, precision: str
-) -> tuple[float, float, float | None, Values]:
-    """Return median seconds of a forward and a backward, the weights' share, and the outputs.
-
-    The share compares with a backward in which no weight needs a gradient. It is None if no input
-    could have one either, as of token numbers.
-    """
-    stage_copy = in_training(copy.deepcopy(stage))  # a copy: running statistics change
-    device = inputs[0].device
-    seconds = []
-    for _ in range(1 + repeats):
-        # Inputs of each run are leaves of their own, or a backward would reach into the run before.
-        run_inputs = fresh_leaves(inputs)
-        *run_seconds, outputs = timed(
-            partial(stage_copy, *run_inputs), device, precision
-        )
-        seconds.append(run_seconds)
-    forwards, backwards = zip(*seconds[1:], strict=True)  # the first run warms up
-    forward, backward = median(forwards), median(backwards)
-    share = None
-    if any(differentiable(value) for value in inputs) and backward:
-        stage_copy.requires_grad_(False)
-        input_backwards = []
-        for _ in range(1 + repeats):
-            run = partial(stage_copy, *received_inputs(inputs))
-            input_backwards.append(timed(run, device, precision)[1])
-        # What is saved without gradients of weights is their share. Noise may make it negative.
-        share = max(0.0, 1 - median(input_backwards[1:]) / backward)
-    return forward, backward, share, received_inputs(outputs)
-
-
-def fresh_leaves(values: Values) -> Values:
-    """Return inputs of a stage without gradients of an earlier run."""
-    has_gradients = any(value.requires_grad for value in values)
-    return received_inputs(values) if has_gradients else values
-
-
-def received_inputs(values: Values, *, by_message: bool = False) -> Values:
-    """Return the tensors that a stage receives from one that computes ``values``."""
-    received = []
-    for value in values:
-        tensor = value.detach()
-        if by_message:
-            tensor = tensor.contiguous()
-        received.append(tensor.requires_grad_(differentiable(value)))
-    return tuple(received)

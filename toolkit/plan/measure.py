@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from toolkit.cost.profiling import synchronized_time
+from toolkit.cost.stage_seconds import synchronized_time
 from toolkit.errors import UserError
 from toolkit.model import Stages
 from toolkit.runtime import SingleProcess

@@ -103,7 +103,8 @@ class PilotBench:
             partition_by = self.candidates["DP"].partition
             stages = partition(model, findings.n_stages, microbatch, partition_by)
         checkpoint = self.candidates["DP"].checkpoint
-        costs = recomputing(profile(stages, microbatch), checkpoint)
+        # The stages run in turn, as in a training step.
+        costs = recomputing(profile(stages, microbatch, in_turn=True), checkpoint)
         parameter_bytes = sum(cost.parameter_bytes for cost in costs)
         optimizer_words = _optimizer_bytes(runtimes["DP"]) / parameter_bytes
         predictor = Predictor(findings.hardware, Limits(), optimizer_words)
