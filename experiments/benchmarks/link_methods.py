@@ -14,7 +14,8 @@ from torch.nn import functional as F
 from benchmarks import slept
 from benchmarks.step_times import mean_step
 from benchmarks.training_steps import N_CLASSES, momentum_sgd, random_images
-from toolkit.cost import Hardware, affordable_schedule
+from toolkit.cost import Costs, Hardware, affordable_schedule, compressed_costs
+from toolkit.cost.slow_link_rivals import ddp_costs
 from toolkit.model import build, partition
 from toolkit.runtime import Distributed, World
 from toolkit.runtime.baselines import DDP, DelayedAllReduce
@@ -42,10 +43,16 @@ _WITHIN = 0.1  # share of a step that fresher weights may cost
 AFFORDABLE = "affordable delay"
 _HALF = {"compression": "bf16"}
 _PACED = {"pacing": True, "chunk_mb": 0.25}
+_QUANTIZED = {"8-bit": {"compression": "int8"}, "4-bit": {"compression": "int4"}}
+_LOW_RANK = {"rank 4": {"compression": "powersgd", "low_rank": 4}}
 METHODS = {
     "DDP": Method(DDP),
     "DDP tuned": Method(DDP, options={"bucket_mb": 4.0, "bucket_view": True}),
     "DDP 16-bit": Method(DDP, options=_HALF),
+    **{
+        f"DDP {suffix}": Method(DDP, options=options)
+        for suffix, options in (_QUANTIZED | _LOW_RANK).items()
+    },
     "delayed all-reduce": Method(DelayedAllReduce, 1),
     "delayed all-reduce 16-bit": Method(DelayedAllReduce, 1, _HALF),
     **{
@@ -56,6 +63,8 @@ METHODS = {
             (" 16-bit", _HALF),
             (" paced", _PACED),
             (" 16-bit paced", _HALF | _PACED),
+            (" 8-bit", _QUANTIZED["8-bit"]),
+            (" 4-bit", _QUANTIZED["4-bit"]),
         )
     },
     AFFORDABLE: Method(Distributed, AFFORDABLE),
@@ -212,16 +221,25 @@ def predicted(task: Task, link: Link, name: str) -> float:
     Of the same steps as those measured: messages may still pile up in them.
     """
     hardware = hardware_of(task, link)
-    costs = slept.costs(task.stages, task.megabytes, link.compute)
+    costs: Costs = slept.costs(task.stages, task.megabytes, link.compute)
     schedule = schedule_of(task, name, link)
-    runtime = METHODS[name].runtime
+    runtime, options = METHODS[name].runtime, METHODS[name].options
+    compression = options.get("compression", "none")
     # Gloo has one ring of all ranks, and knows no machines.
     if runtime is not Distributed:
         hardware = replace(hardware, ranks_per_machine=1, local_bandwidth=inf)
     if runtime is DDP:
-        costs = slept.merged(costs, _in_bucket(task))
+        costs, hardware = ddp_costs(
+            slept.merged(costs, _in_bucket(task)),
+            hardware,
+            task.workers,
+            compression,
+            low_rank=options.get("low_rank", 0),
+        )
         schedule = catalog.data_parallel(task.workers, n_stages=len(costs))
-    elif runtime is DelayedAllReduce:
+    else:
+        costs = compressed_costs(costs, compression)
+    if runtime is DelayedAllReduce:
         schedule = catalog.data_parallel(task.workers, delay=1, n_stages=task.stages)
     return step_time(
         slept.predicted_times(schedule, costs, hardware, task.steps), task.skip

@@ -11,13 +11,16 @@ import torch
 from torch import Tensor, fx, nn
 from torch._subclasses.fake_tensor import FakeTensor
 
-from toolkit.cost import Hardware, StageCost, simulate
+from toolkit.cost import Costs, Hardware, StageCost, simulate
 from toolkit.cost.timeline import COMPUTE
 from toolkit.format import MB
 from toolkit.model import Stages, partition
 from toolkit.schedule import Schedule
 
 FEATURES = 10  # of a sample, and classes
+COLUMNS = (
+    250  # of a stage's weight, a matrix, so that it has approximations of low rank
+)
 BACKWARD = 2.0  # time of a backward by that of a forward
 
 
@@ -48,14 +51,14 @@ fx.wrap("slept")  # one operation of a traced graph
 
 
 class Sleeper(nn.Module):
-    """Adds the mean of ``n`` parameters to its input, after a sleep.
+    """Adds the mean of ``n_rows * COLUMNS`` parameters to its input, after a sleep.
 
     In the backward the sleep comes first: the gradient is there at its end.
     """
 
-    def __init__(self, n: int, forward: float, backward: float) -> None:
+    def __init__(self, n_rows: int, forward: float, backward: float) -> None:
         super().__init__()
-        self.weight = nn.Parameter(torch.randn(n))
+        self.weight = nn.Parameter(torch.randn(n_rows, COLUMNS))
         self.seconds = forward, backward
 
     def forward(self, x: Tensor) -> Tensor:
@@ -71,10 +74,15 @@ def random_samples(n: int) -> tuple[Tensor, Tensor]:
 def model(n_stages: int, megabytes: float, seconds: float) -> nn.Sequential:
     """Return equal stages of ``megabytes`` in all, which sleep ``seconds`` in a training step."""
     forward = seconds / n_stages / (1 + BACKWARD)
-    n = round(megabytes * MB / 4 / n_stages)
+    n_rows = _rows(n_stages, megabytes)
     return nn.Sequential(
-        *(Sleeper(n, forward, BACKWARD * forward) for _ in range(n_stages))
+        *(Sleeper(n_rows, forward, BACKWARD * forward) for _ in range(n_stages))
     )
+
+
+def _rows(n_stages: int, megabytes: float) -> int:
+    """Return the rows of a stage's weight."""
+    return max(1, round(megabytes * MB / 4 / n_stages / COLUMNS))
 
 
 def cut(sleeping_model: nn.Module, n_stages: int) -> Stages:
@@ -101,17 +109,19 @@ def costs(stages: int, megabytes: float, seconds: float) -> tuple[StageCost, ...
         parameter_bytes=megabytes * MB / stages,
         forward_seconds=forward,
         backward_seconds=BACKWARD * forward,
+        matrices=((_rows(stages, megabytes), COLUMNS),),
     )
     return (cost,) * stages
 
 
-def merged(costs: tuple[StageCost, ...], together: int) -> tuple[StageCost, ...]:
+def merged(costs: Costs, together: int) -> Costs:
     """Return the costs of a cut in which every ``together`` stages are one."""
     groups = [costs[k : k + together] for k in range(0, len(costs), together)]
     return tuple(
         replace(
             group[0],
             parameter_bytes=sum(cost.parameter_bytes for cost in group),
+            matrices=sum((cost.matrices for cost in group), ()),
             forward_seconds=sum(cost.forward_seconds or 0.0 for cost in group),
             backward_seconds=sum(cost.backward_seconds or 0.0 for cost in group),
         )
@@ -120,7 +130,7 @@ def merged(costs: tuple[StageCost, ...], together: int) -> tuple[StageCost, ...]
 
 
 def predicted_times(
-    schedule: Schedule, costs: tuple[StageCost, ...], hardware: Hardware, steps: int
+    schedule: Schedule, costs: Costs, hardware: Hardware, steps: int
 ) -> list[list[float]]:
     """Return of each rank when the simulator ends the last op of each of ``steps``."""
     timeline = simulate(schedule.lower(steps).verify(), costs, hardware)

@@ -43,7 +43,7 @@ def test_stages_sleep_for_their_seconds_and_have_gradients(bench):
         outputs = bench.slept.cut(model, 2).modules[0](inputs)[0]
         torch.nn.functional.cross_entropy(outputs, classes).backward()
     assert [call.args for call in sleep.call_args_list] == [(1.0,), (2.0,)]
-    assert model[0].weight.grad.shape == (100_000,)
+    assert model[0].weight.grad.shape == (400, 250)
     torch.testing.assert_close(outputs, inputs + model[0].weight.mean())
 
 
@@ -54,6 +54,32 @@ def test_ddp_is_predicted_to_send_buckets_during_the_backward(bench):
     assert bench.predicted(
         asleep(), bench.Link(2, 0.0, None, 2.4, 0.0), "DDP"
     ) == pytest.approx(2.4)
+
+
+@pytest.mark.parametrize(
+    ("method", "bytes_of_number"),
+    [("DDP 16-bit", 2), ("DDP 8-bit", 1 + 4 / 256), ("DDP 4-bit", 0.5 + 4 / 256)],
+)
+def test_smaller_messages_are_predicted_to_take_less_time(
+    bench, method, bytes_of_number
+):
+    """Four buckets again, which take 4 s each as they are: the links are always busy."""
+    at = bench.Link(2, 8.0, 2.0, 2.4, 16.0)
+    seconds = 0.8 + 0.4 + bytes_of_number / 4 * 4 * 4.0
+    assert bench.predicted(asleep(), at, method) == pytest.approx(seconds, rel=1e-3)
+
+
+def test_low_rank_is_predicted_to_send_its_factors(bench):
+    """A bucket of 2 matrices of 500 x 250: 2 x 4 x 750 of 250,000 numbers."""
+    at = bench.Link(2, 40.0, 0.4, 2.4, 80.0)
+    seconds = 0.8 + 0.4 + 4 * 20.0 * 6000 / 250_000
+    assert bench.predicted(asleep(), at, "DDP rank 4") == pytest.approx(seconds)
+
+
+@pytest.mark.parametrize("method", ["CDP-v1 4-bit", "CDP-v2 8-bit"])
+def test_late_weights_with_small_messages_are_predicted_to_hide_them(bench, method):
+    at = bench.Link(2, 1.0, 16.0, 2.4, 2.4)
+    assert bench.predicted(asleep(), at, method) == pytest.approx(2.4)
 
 
 @pytest.mark.parametrize("method", ["delayed all-reduce", "CDP-v1"])
