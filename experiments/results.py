@@ -8,7 +8,8 @@ the table of experiments/results/NAME/result.json and its origin. --check only c
 
 import re
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from itertools import combinations
 from pathlib import Path
 from typing import Any
 
@@ -231,7 +232,23 @@ def _prediction_errors(result: Result) -> Rows:
             row[f"{name} (%)"] = errors[max(0, round(share * len(errors)) - 1)]
         within = sum(error <= 10 for error in errors) / len(errors)
         rows.append(row | {"within 10 %": f"{within:.0%}"})
+    # Whether the faster of two candidates is predicted to be the faster one.
+    predicted = [row["predicted ms"] for row in result["metrics"]]
+    measured = [row["measured ms"] for row in result["metrics"]]
+    rows[0]["Kendall's tau"] = round(_kendalls_tau(predicted, measured), 3)
     return rows
+
+
+def _kendalls_tau(some: Sequence[float], others: Sequence[float]) -> float:
+    """Return the share of pairs in the same order, minus that of pairs in opposite orders."""
+    n_same = n_opposite = 0
+    for (one, other), (next_one, next_other) in combinations(
+        zip(some, others, strict=True), 2
+    ):
+        product = (next_one - one) * (next_other - other)
+        n_same += product > 0
+        n_opposite += product < 0
+    return (n_same - n_opposite) / (n_same + n_opposite)
 
 
 def _slow_links(result: Result) -> Rows:

@@ -3,7 +3,7 @@
 import pytest
 
 from toolkit.cost import UNIT, StageCost, compressed_costs, simulate
-from toolkit.cost.compression import accuracy_class, coarseness, quantized_bytes
+from toolkit.cost.compression import MESSAGE_CODES, accuracy_class, coarseness
 from toolkit.cost.timeline import GRADIENTS, WEIGHTS
 from toolkit.errors import UserError
 from toolkit.schedule import catalog
@@ -12,22 +12,26 @@ COSTS = (StageCost(1.0, 2.0, parameter_bytes=4000.0, statistics_bytes=12.0),) * 
 
 
 @pytest.mark.parametrize(
-    ("n_numbers", "bits", "n_bytes"),
+    ("n_numbers", "compression", "n_bytes"),
     [
-        (0, 8, 0),
-        (1, 8, 5),
-        (256, 8, 260),
-        (257, 8, 265),
-        (257, 4, 8 + 129),
-        (1000, 4, 516),
+        (0, "int8", 0),
+        (1, "int8", 5),
+        (256, "int8", 260),
+        (257, "int8", 265),
+        (257, "int4", 8 + 129),
+        (1000, "int4", 516),
+        (0, "topk", 0),
+        (256, "topk", 4 + 16 * 2),
+        (257, "topk", 2 * (4 + 16 * 2)),
     ],
 )
-def test_bytes_by_hand(n_numbers, bits, n_bytes):
-    assert quantized_bytes(n_numbers, bits) == n_bytes
+def test_bytes_by_hand(n_numbers, compression, n_bytes):
+    assert MESSAGE_CODES[compression].n_bytes(n_numbers) == n_bytes
 
 
 @pytest.mark.parametrize(
-    ("compression", "n_bytes"), [("int8", 1016 + 12), ("int4", 516 + 12)]
+    ("compression", "n_bytes"),
+    [("int8", 1016 + 12), ("int4", 516 + 12), ("topk", 144 + 12)],
 )
 def test_simulated_bytes_and_memory(compression, n_bytes):
     """CDP-v1 on 2 ranks: rank 0 hands on the sums of both stages, and keeps what they lost."""
@@ -47,6 +51,7 @@ def test_simulated_bytes_and_memory(compression, n_bytes):
     [
         ("int8", "replicated", 1016),
         ("int4", "replicated", 516),
+        ("topk", "replicated", 144),
         ("int8", "sharded", 1016),
         ("int4", "sharded", 1016),  # no differences, so weights keep 8 bits
     ],
@@ -90,8 +95,10 @@ def test_memory_of_weights_by_hand():
 
 
 def test_classes_of_accuracy():
-    levels = [coarseness(name) for name in ("none", "fp16", "bf16", "int8", "int4")]
-    assert levels == [0, 1, 1, 2, 3]
+    levels = [
+        coarseness(name) for name in ("none", "fp16", "bf16", "int8", "int4", "topk")
+    ]
+    assert levels == [0, 1, 1, 2, 3, 4]
     replicated = accuracy_class("int8", is_late=True)
     sharded = accuracy_class("int8", is_late=True, state="sharded")
     assert sharded.startswith(replicated)

@@ -1,4 +1,4 @@
-"""The update rule with messages of few bits, written straight from its equations, in float64.
+"""The update rule with messages of codes, written straight from its equations, in float64.
 
 Sum of stage j, from rank to rank:   v = sum + e;   the next rank adds Q(v);   e = v - Q(v)
 Weights, replicated:                 hat_{t+1} = hat_t + Q(theta_{t+1} - hat_t),   hat_0 = theta_0
@@ -14,11 +14,14 @@ from torch.nn import functional as F
 from toolkit.schedule import Action, Buffer
 
 
-def quantised(numbers, bits):
-    """Blocks of 256 numbers, each rounded to a grid of its own."""
-    largest = 2 ** (bits - 1) - 1
+def quantised(numbers, compression):
+    """Blocks of 256 numbers, each rounded to a grid of its own; of topk the 16 largest alone."""
+    largest = 7 if compression == "int4" else 127
     blocks = []
     for block in numbers.split(256):
+        if compression == "topk" and len(block) > 16:
+            least = block.abs().sort(descending=True).values[15]
+            block = torch.where(block.abs() >= least, block, 0.0)
         scale = (block.abs().max() / largest).float().double()
         codes = (
             (block / scale).round().clamp(-largest, largest) if scale > 0 else 0 * block
@@ -62,7 +65,7 @@ def shaped(numbers, like, names):
     return tensors
 
 
-def sent(theta, hat, schedule, names, bits):
+def sent(theta, hat, schedule, names, compression):
     """The weights that travel once the optimizer has made ``theta``; ``hat`` went before."""
     following = {}
     for stage, stage_names in names.items():
@@ -70,9 +73,9 @@ def sent(theta, hat, schedule, names, bits):
         if schedule.layout.ranks(stage) == [schedule.owners[stage]]:
             numbers = exact
         elif schedule.state == "replicated":
-            numbers = base + quantised(exact - base, bits)
+            numbers = base + quantised(exact - base, compression)
         else:
-            numbers = quantised(exact, 8)
+            numbers = quantised(exact, "int8")
         following |= shaped(numbers, theta, stage_names)
     return following
 
@@ -87,19 +90,19 @@ def gradients_at(worker, weights, x, y, n_microbatches):
     return dict(zip(dict(worker.named_parameters()), found, strict=True))
 
 
-def summed(gradients, chain, names, errors, bits):
+def summed(gradients, chain, names, errors, compression):
     """The owner's sum; ``errors`` of the hops change."""
     total = 0
     for rank, microbatches in chain:
         total = total + sum(flat(gradients[m], names) for m in microbatches)
         if rank != chain[-1][0]:
             whole = total + errors.get(rank, 0)
-            total = quantised(whole, bits)
+            total = quantised(whole, compression)
             errors[rank] = whole - total
     return total
 
 
-def trajectory(model, stage_of, schedule, batches, make_optimizer, bits):
+def trajectory(model, stage_of, schedule, batches, make_optimizer, compression):
     """State dict of ``model`` after each step; ``stage_of(name)`` is a parameter's stage."""
     n_microbatches = schedule.n_microbatches
     program = schedule.lower(len(batches))
@@ -109,7 +112,7 @@ def trajectory(model, stage_of, schedule, batches, make_optimizer, bits):
     errors = {stage: {} for stage in names}
     newest = copy.deepcopy(model)
     theta = {name: x.detach().clone() for name, x in model.named_parameters()}
-    hats = [sent(theta, theta, schedule, names, bits)]  # hats[t] holds hat_t
+    hats = [sent(theta, theta, schedule, names, compression)]  # hats[t] holds hat_t
     optimizer, states = None, []
     for step, (inputs, targets) in enumerate(batches):
         gradients, workers = [], []
@@ -127,12 +130,12 @@ def trajectory(model, stage_of, schedule, batches, make_optimizer, bits):
         optimizer = make_optimizer(newest.parameters(), optimizer)
         for stage, stage_names in names.items():
             chain = chain_of(program, stage, step)
-            total = summed(gradients, chain, stage_names, errors[stage], bits)
+            total = summed(gradients, chain, stage_names, errors[stage], compression)
             for name, gradient in shaped(total, theta, stage_names).items():
                 newest.get_parameter(name).grad = gradient
         optimizer.step()
         theta = {name: x.detach().clone() for name, x in newest.named_parameters()}
-        hats.append(sent(theta, hats[-1], schedule, names, bits))
+        hats.append(sent(theta, hats[-1], schedule, names, compression))
         of_workers = zip(*(worker.buffers() for worker in workers), strict=True)
         for buffer, found in zip(newest.buffers(), of_workers, strict=True):
             buffer.copy_(sum(found) / n_microbatches)

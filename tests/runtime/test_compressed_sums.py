@@ -1,4 +1,4 @@
-"""Messages in 8 or 4 bits between ranks: the trajectory, the state, bytes; and errors of sums."""
+"""Messages of codes between ranks: the trajectory, the state, bytes; and errors of sums."""
 
 import copy
 
@@ -10,6 +10,7 @@ from tests.runtime import models
 from tests.runtime.conform import sgd
 from tests.thorough import THOROUGH
 from toolkit.cost import Hardware, compressed_costs, profile, simulate
+from toolkit.cost.compression import BLOCK, MESSAGE_CODES
 from toolkit.errors import UserError
 from toolkit.runtime import Distributed, SingleProcess, join, launch
 from toolkit.runtime.compressed_sums import SumCompressor
@@ -29,6 +30,7 @@ CASES = [
     ("v1", "int8"),
     ("v1 rotated", "int4"),
     ("v2 sharded", "int8"),
+    ("v2", "topk"),
 ]
 if THOROUGH:
     CASES += [
@@ -36,6 +38,7 @@ if THOROUGH:
         ("v1 circulating", "int8"),
         ("v2 sharded", "int4"),
         ("v2 and model parallel", "int4"),
+        ("v1 circulating", "topk"),
     ]
 N_STEPS, N_BEFORE = 6, 3
 
@@ -198,17 +201,17 @@ def total(numbers):
     return GradientSum({"w": numbers.clone(), "count": torch.tensor(3.0)})
 
 
-@pytest.mark.parametrize("bits", [8, 4])
-def test_a_message_by_hand(bits):
+@pytest.mark.parametrize("code", MESSAGE_CODES.values(), ids=MESSAGE_CODES)
+def test_a_message_by_hand(code):
     """The first is the rounded sum; the second, that of the sum and what the first lost."""
-    generator = torch.Generator().manual_seed(bits)
+    generator = torch.Generator().manual_seed(code.bits)
     first, second = torch.randn(2, 20, 30, generator=generator, dtype=torch.float64)
 
     def rounded(numbers):
-        content = quantize(numbers.flatten(), bits)
-        return dequantize(content, 600, bits, torch.float64).view(20, 30)
+        content = quantize(numbers.flatten(), code)
+        return dequantize(content, 600, code, torch.float64).view(20, 30)
 
-    compressor = SumCompressor(bits)
+    compressor = SumCompressor(code)
     one = compressor.compress(SEND, total(first), {"w"}).decoded()
     other = compressor.compress(SEND, total(second), {"w"}).decoded()
     torch.testing.assert_close(one["w"], rounded(first), rtol=0, atol=0)
@@ -222,8 +225,37 @@ def test_a_message_by_hand(bits):
     assert lost.abs().max() > 0
 
 
+def test_the_largest_numbers_of_each_block_travel():
+    code = MESSAGE_CODES["topk"]
+    numbers = torch.linspace(-1, 1, 2 * BLOCK + 5)[torch.randperm(2 * BLOCK + 5)]
+    content = quantize(numbers, code)
+    assert len(content) == code.n_bytes(len(numbers)) == 3 * (4 + 2 * 16)
+    read = dequantize(content, len(numbers), code, numbers.dtype)
+    for block, read_block in zip(numbers.split(BLOCK), read.split(BLOCK), strict=True):
+        n_kept = min(len(block), 16)
+        places = block.abs().topk(n_kept).indices
+        half_a_scale = float(block.abs().max()) / 127 / 2
+        torch.testing.assert_close(
+            read_block[places], block[places], rtol=0, atol=1.01 * half_a_scale
+        )
+        assert read_block.count_nonzero() <= n_kept
+        read_block[places] = 0
+        assert not read_block.any()
+
+
+def test_what_is_not_sent_is_sent_later():
+    """A sum that stays the same arrives in full in the mean of many messages."""
+    compressor = SumCompressor(MESSAGE_CODES["topk"])
+    numbers = torch.linspace(0.1, 1, BLOCK)
+    received = torch.zeros(BLOCK)
+    n_messages = 400
+    for _ in range(n_messages):
+        received += compressor.compress(SEND, total(numbers), {"w"}).decoded()["w"]
+    torch.testing.assert_close(received / n_messages, numbers, rtol=0, atol=0.05)
+
+
 def test_a_sum_that_is_not_finite_leaves_no_error():
-    compressor = SumCompressor(8)
+    compressor = SumCompressor(MESSAGE_CODES["int8"])
     broken = compressor.compress(
         SEND, total(torch.tensor([1.0, torch.inf])), {"w"}
     ).decoded()

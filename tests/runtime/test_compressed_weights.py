@@ -1,4 +1,4 @@
-"""Weights that are handed on in 8 or 4 bits: the reference, the same bits everywhere, feedback."""
+"""Weights that are handed on as codes: the reference, the same bits everywhere, feedback."""
 
 import copy
 
@@ -8,6 +8,7 @@ from torch.nn import functional as F
 
 from tests.runtime import compressed_reference, models, reference
 from tests.runtime.conform import sgd
+from toolkit.cost.compression import MESSAGE_CODES
 from toolkit.errors import UserError
 from toolkit.runtime import SingleProcess
 from toolkit.runtime.compressed_form import CODES
@@ -17,6 +18,7 @@ from toolkit.runtime.quantization import dequantize
 from toolkit.runtime.rank import Rank
 from toolkit.schedule import Action, Buffer, Instruction, catalog
 
+INT8, INT4 = MESSAGE_CODES["int8"], MESSAGE_CODES["int4"]
 SCHEDULES = {
     "v1": catalog.cyclic(3, 1),
     "v1 rotated": catalog.cyclic(3, 1, chains="rotated"),
@@ -50,15 +52,15 @@ def runtime_of(schedule, compression):
 # The trajectory
 
 
-@pytest.mark.parametrize("bits", [8, 4])
+@pytest.mark.parametrize("compression", MESSAGE_CODES)
 @pytest.mark.parametrize("name", SCHEDULES)
-def test_follows_the_reference(name, bits):
+def test_follows_the_reference(name, compression):
     schedule = SCHEDULES[name]
-    runtime = runtime_of(schedule, f"int{bits}")
+    runtime = runtime_of(schedule, compression)
     stage_of = models.stage_of(runtime.stages)
     batches = models.make_batches(schedule.n_microbatches)
     expected = compressed_reference.trajectory(
-        models.residual(), stage_of, schedule, batches, reference.sgd, bits
+        models.residual(), stage_of, schedule, batches, reference.sgd, compression
     )
     for n_steps, states in ((3, expected[:3]), (2, expected[3:])):  # two programs
         start = runtime.steps_done
@@ -153,16 +155,16 @@ def weights_of(numbers):
     return {"w": numbers.clone(), "phase": torch.complex(numbers[:3], numbers[:3])}
 
 
-@pytest.mark.parametrize("bits", [8, 4])
-def test_differences_by_hand(bits):
+@pytest.mark.parametrize("code", [INT8, INT4], ids=["int8", "int4"])
+def test_differences_by_hand(code):
     """Two messages, on the owner and after a chain of two receivers."""
-    generator = torch.Generator().manual_seed(bits)
+    generator = torch.Generator().manual_seed(code.bits)
     first, second, third = torch.randn(3, 600, generator=generator, dtype=torch.float64)
-    owner = WeightCompressor(bits, [0], differences=True)
-    receivers = [WeightCompressor(bits, [], differences=True) for _ in range(2)]
+    owner = WeightCompressor(code, [0], differences=True)
+    receivers = [WeightCompressor(code, [], differences=True) for _ in range(2)]
 
     def rounded(message):
-        return dequantize(message.tensors[CODES], 600, bits, torch.float64)
+        return dequantize(message.tensors[CODES], 600, code, torch.float64)
 
     hat = weights_of(first)
     copies = [weights_of(first), weights_of(first)]
@@ -180,7 +182,7 @@ def test_differences_by_hand(bits):
         lost.append((numbers - hat["w"]).abs().max())
         assert torch.equal(hat["phase"], weights_of(numbers)["phase"])
     # What a message lost is in the next: the error stays that of one message.
-    largest_code = 2 ** (bits - 1) - 1
+    largest_code = 2 ** (code.bits - 1) - 1
     largest_difference = (
         2 * torch.stack([first, second, third]).abs().max() * (1 + 1 / 7)
     )
@@ -188,8 +190,8 @@ def test_differences_by_hand(bits):
 
 
 def test_a_receiver_keeps_what_the_next_message_adds_to():
-    receiver = WeightCompressor(8, [], differences=True)
-    owner = WeightCompressor(8, [0], differences=True)
+    receiver = WeightCompressor(INT8, [], differences=True)
+    owner = WeightCompressor(INT8, [0], differences=True)
     start = weights_of(torch.arange(4.0))
     owner.encode((0, 1), weights_of(torch.arange(4.0) + 1), start)
     receiver.free((0, 0), start, is_newest=True)
@@ -201,7 +203,7 @@ def test_a_receiver_keeps_what_the_next_message_adds_to():
 
 
 def test_messages_of_a_sharded_state_have_8_bits():
-    owner = WeightCompressor(4, [0], differences=False)
+    owner = WeightCompressor(INT4, [0], differences=False)
     versions = {0: {3: weights_of(torch.linspace(-1, 1, 300))}, 1: {3: {}}}
     exact = versions[0][3]
     owner.encode_all(versions)
@@ -213,11 +215,11 @@ def test_messages_of_a_sharded_state_have_8_bits():
 def test_layouts_carry_exact_weights_between_programs():
     weights = {"w": torch.randn(20), "phase": torch.zeros(2, dtype=torch.complex64)}
     exact = Layouts((), (), (), (Layout.of(weights),), (Layout.of(weights),))
-    layouts = exact.with_compression(4, 8)
+    layouts = exact.with_compression(INT4, INT8)
     send = Instruction(0, Action.SEND, 0, version=1, buffer=Buffer.WEIGHTS, peers=(1,))
     assert layouts.of(send).n_bytes == 4 + 20 + 16
     assert layouts.with_exact_weights().of(send).n_bytes == 80 + 16
-    owner = WeightCompressor(4, [0], differences=False)
+    owner = WeightCompressor(INT4, [0], differences=False)
     hat = owner.encode((0, 1), weights, None)
     flat = layouts.pack(send, owner.messages[0, 1], torch.device("cpu"))
     models.assert_same(layouts.unpack(send, flat).decoded(None), hat, 0, 0)

@@ -84,6 +84,7 @@ COMPRESSED = {
     "int8 buckets": {"compression": "int8", "bucket_mb": 0.005},
     "int8 no feedback": {"compression": "int8", "error_feedback": False},
     "int4": {"compression": "int4"},
+    "topk": {"compression": "topk"},
 }
 
 
@@ -131,20 +132,23 @@ def locally(options, make_optimizer, loss):
     return means
 
 
-def in_blocks(numbers, bits):
-    """Numbers of few bits, in blocks of 256, read back."""
-    largest = 2 ** (bits - 1) - 1
+def in_blocks(numbers, compression):
+    """Numbers as codes, in blocks of 256, read back; of topk the 16 largest of each."""
+    largest = 7 if compression == "int4" else 127
     read = torch.empty_like(numbers)
     for first in range(0, len(numbers), 256):
         block = numbers[first : first + 256]
+        if compression == "topk":
+            kept = block.abs().topk(16).indices
+            block = torch.zeros_like(block).index_copy(0, kept, block[kept])
         scale = (block.abs().max() / largest).float().double()
         codes = (block / scale).nan_to_num(0).round()
         read[first : first + 256] = codes.clamp(-largest, largest) * scale
     return read
 
 
-def quantized(feedback, order, bits):
-    """Weights after each step of DDP whose one bucket goes in few bits both ways from step 2 on.
+def quantized(feedback, order, compression):
+    """Weights after each step of DDP whose one bucket goes as codes both ways from step 2 on.
 
     ``order``: names of weights in the bucket.
     """
@@ -166,7 +170,7 @@ def quantized(feedback, order, bits):
             flats.append(torch.cat([p.grad.flatten() for p in in_order]))
             if step >= 2:
                 flat = F.pad(flats[m], (0, RANKS * share - n)) + errors[m]
-                sent.append(in_blocks(flat, bits))
+                sent.append(in_blocks(flat, compression))
                 errors[m] = (flat - sent[m]) * feedback
         gradient = sum(flats) / RANKS
         if step >= 2:
@@ -175,7 +179,7 @@ def quantized(feedback, order, bits):
                 zip(*(s.chunk(RANKS) for s in sent), strict=True)
             ):
                 total = sum(parts) / RANKS + errors_of_mean[rank]
-                means.append(in_blocks(total, bits))
+                means.append(in_blocks(total, compression))
                 errors_of_mean[rank] = (total - means[rank]) * feedback
             gradient = torch.cat(means)
         for parameter in in_order:
@@ -290,10 +294,11 @@ def test_powersgd_is_torchs_own_bit_for_bit(found, name):
     assert differ(found[0][name][0][-1], found[0]["exact"][0][-1])
 
 
-@pytest.mark.parametrize("name", ["int8", "int8 no feedback", "int4"])
-def test_few_bits_equal_their_equation(found, name):
-    bits = 4 if name == "int4" else 8
-    expected = quantized("no feedback" not in name, found[0]["order"], bits)
+@pytest.mark.parametrize("name", ["int8", "int8 no feedback", "int4", "topk"])
+def test_codes_equal_their_equation(found, name):
+    compression = COMPRESSED[name]["compression"]
+    feedback = "no feedback" not in name
+    expected = quantized(feedback, found[0]["order"], compression)
     for rank in found:
         for weights, true_weights in zip(rank[name][0], expected, strict=True):
             assert_same(weights, true_weights)

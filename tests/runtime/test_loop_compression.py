@@ -1,4 +1,4 @@
-"""CyclicDataParallel with messages in 8 or 4 bits: the trajectory, states, bytes, refusals."""
+"""CyclicDataParallel with messages of codes: the trajectory, states, bytes, refusals."""
 
 import copy
 from collections import Counter
@@ -15,6 +15,7 @@ from tests.runtime.test_compressed_sums import N_BEFORE, N_STEPS, SCHEDULES
 from tests.runtime.train_by_loop import state, train
 from tests.stages import in_loops
 from toolkit.cost import Hardware, compressed_costs, profile, simulate
+from toolkit.cost.compression import MESSAGE_CODES
 from toolkit.errors import UserError
 from toolkit.runtime import (
     CyclicDataParallel,
@@ -275,7 +276,7 @@ SEND = Instruction(0, Action.SEND, stage=0, step=0, buffer=Buffer.GRADIENT, peer
 
 def test_errors_of_steps_that_another_rank_may_still_read():
     """With a lead of 1 the errors of 3 steps are kept; a loaded one is of no step."""
-    compressor = SumCompressor(8)
+    compressor = SumCompressor(MESSAGE_CODES["int8"])
     compressor.load({0: {1: torch.full((4,), 0.125)}})
     compressor.lead = 1
     errors = {0: torch.full((4,), 0.125)}

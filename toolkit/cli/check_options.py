@@ -110,18 +110,18 @@ def check_training(config: DictConfig) -> TrainingOptions:
 def check_compressed(
     schedules: "Mapping[str, Schedule]", compression: str, width: int
 ) -> None:
-    """Raise UserError if ``int8`` or ``int4`` cannot compress the messages of a schedule."""
-    from toolkit.cost.compression import GRADIENT_BITS
+    """Raise UserError if a compression by codes does not suit the messages of a schedule."""
+    from toolkit.cost.compression import MESSAGE_CODES
     from toolkit.runtime.rank_compression import check_handed_on
 
-    # Blocks of 8 or 4 bits are for gradients that ranks hand on to one another.
-    if compression in GRADIENT_BITS:
+    # Codes are for gradients that ranks hand on to one another.
+    if compression in MESSAGE_CODES:
         if width > 1:
             raise UserError(
                 f"width={width} takes no compression={compression}: use bf16"
             )
         for schedule in schedules.values():
-            check_handed_on(schedule, GRADIENT_BITS[compression])
+            check_handed_on(schedule, MESSAGE_CODES[compression])
 
 
 def check_given(experiment: str, arguments: Sequence[str]) -> None:

@@ -18,11 +18,10 @@ from dataclasses import dataclass, replace
 from math import inf
 
 from toolkit.cost.compression import (
-    GRADIENT_BITS,
+    MESSAGE_CODES,
     SIXTEEN_BITS,
     accuracy_class,
     compressed_costs,
-    quantized_bytes,
 )
 from toolkit.cost.hardware import Hardware
 from toolkit.cost.stage_costs import Costs, StageCost
@@ -31,7 +30,7 @@ from toolkit.errors import UserError, check_choice
 from toolkit.model.kernel_work import Work
 from toolkit.schedule import Action
 
-DDP_COMPRESSIONS = ("none", *SIXTEEN_BITS, *GRADIENT_BITS, "powersgd")
+DDP_COMPRESSIONS = ("none", *SIXTEEN_BITS, *MESSAGE_CODES, "powersgd")
 """Compressions of DistributedDataParallel's gradients."""
 
 LOW_RANKS = (4, 2)
@@ -116,13 +115,13 @@ def ddp_costs(
         UserError: the compression is unknown, or needs the shapes of the parameters.
     """
     check_choice("compression of DDP", compression, DDP_COMPRESSIONS)
-    if compression in GRADIENT_BITS:
+    if compression in MESSAGE_CODES:
         compressed = []
         for cost in costs:
             # A rank also keeps what the means of its share lost.
             error_bytes = cost.parameter_bytes * (1 + 1 / n_ranks)
-            n_bytes = quantized_bytes(
-                round(cost.parameter_bytes / 4), GRADIENT_BITS[compression]
+            n_bytes = MESSAGE_CODES[compression].n_bytes(
+                round(cost.parameter_bytes / 4)
             )
             sent_bytes = n_bytes + cost.statistics_bytes
             compressed.append(

@@ -8,7 +8,7 @@ from operator import attrgetter
 from toolkit.cost import Costs, Hardware, compressed_costs
 from toolkit.cost.compression import (
     COMPRESSIONS,
-    GRADIENT_BITS,
+    MESSAGE_CODES,
     SIXTEEN_BITS,
     coarseness,
 )
@@ -50,8 +50,8 @@ def with_compressions(
         schedule = candidates[0].schedule
         for compression in lossy:
             for candidate in candidates:
-                # The devices of a rank hold shards, which blocks of 8 or 4 bits do not follow.
-                if candidate.width > 1 and compression in GRADIENT_BITS:
+                # The devices of a rank hold shards, which blocks of codes do not follow.
+                if candidate.width > 1 and compression in MESSAGE_CODES:
                     continue
                 if takes_compression(schedule, candidate.partition, compression):
                     expanded.append(replace(candidate, compression=compression))
@@ -74,7 +74,7 @@ def takes_compression(schedule: Schedule, partition: str, compression: str) -> b
     if compression in SIXTEEN_BITS:
         return True
     try:
-        check_handed_on(schedule, GRADIENT_BITS[compression])
+        check_handed_on(schedule, MESSAGE_CODES[compression])
     except UserError:
         return False
     return True

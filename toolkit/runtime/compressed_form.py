@@ -12,7 +12,7 @@ from math import prod
 import torch
 from torch import Tensor
 
-from toolkit.cost.compression import quantized_bytes
+from toolkit.cost.compression import MessageCode
 from toolkit.runtime.quantization import dequantize
 
 CODES = "<codes>"  # no name of a weight
@@ -40,17 +40,17 @@ class CompressedForm:
 
     Attributes:
         tensors: sorted by name.
-        bits: of a number, 8 or 4.
+        code: of their numbers.
     """
 
     tensors: tuple[TensorForm, ...]
-    bits: int
+    code: MessageCode
 
     @classmethod
-    def of(cls, tensors: Iterable[TensorForm], bits: int) -> "CompressedForm":
+    def of(cls, tensors: Iterable[TensorForm], code: MessageCode) -> "CompressedForm":
         """Return the form of ``tensors`` in any order."""
         # Both ends cut the numbers by this order, and neither sends it.
-        return cls(tuple(sorted(tensors, key=lambda tensor: tensor.name)), bits)
+        return cls(tuple(sorted(tensors, key=lambda tensor: tensor.name)), code)
 
     @property
     def sizes(self) -> list[int]:
@@ -60,7 +60,7 @@ class CompressedForm:
     @property
     def n_bytes(self) -> int:
         """Bytes of the codes and scales."""
-        return quantized_bytes(sum(self.sizes), self.bits)
+        return self.code.n_bytes(sum(self.sizes))
 
     @property
     def dtype(self) -> torch.dtype:
@@ -78,7 +78,7 @@ class CompressedForm:
 
     def numbers(self, content: Tensor) -> Tensor:
         """Return the numbers of all tensors, ``[n]``, of a message's codes."""
-        return dequantize(content, sum(self.sizes), self.bits, self.dtype)
+        return dequantize(content, sum(self.sizes), self.code, self.dtype)
 
     def split(self, numbers: Tensor) -> dict[str, Tensor]:
         """Return tensors by name, of the numbers of all, ``[n]``."""
@@ -111,14 +111,14 @@ class CompressedMessage:
 
 
 def separated(
-    tensors: Mapping[str, Tensor], names: Collection[str], bits: int
+    tensors: Mapping[str, Tensor], names: Collection[str], code: MessageCode
 ) -> tuple[CompressedForm, dict[str, Tensor]]:
     """Return the form of what is compressed of ``tensors``, and the others by name.
 
     Args:
         tensors: of a message, by name.
         names: of the tensors that are compressed if their numbers are real.
-        bits: of a number, 8 or 4.
+        code: of their numbers.
     """
     compressed = []
     exact = {}
@@ -127,4 +127,4 @@ def separated(
             compressed.append(TensorForm(name, tuple(tensor.shape), tensor.dtype))
         else:
             exact[name] = tensor
-    return CompressedForm.of(compressed, bits), exact
+    return CompressedForm.of(compressed, code), exact

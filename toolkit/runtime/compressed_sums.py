@@ -1,4 +1,4 @@
-"""Sums of gradients that are handed from rank to rank in 8 or 4 bits, with error feedback.
+"""Sums of gradients that are handed from rank to rank as codes, with error feedback.
 
 ::
 
@@ -18,6 +18,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from toolkit.cost.compression import MessageCode
 from toolkit.errors import UserError
 from toolkit.runtime.compressed_form import CODES, CompressedMessage, separated
 from toolkit.runtime.quantization import quantize_with_error
@@ -54,7 +55,7 @@ class SumCompressor:
     """Compresses the sums that one rank hands on, and keeps what they lost.
 
     Args:
-        bits: of a number, 8 or 4.
+        code: of a message's numbers.
 
     Attributes:
         error_feedback: whether what a message lost is added to the next one.
@@ -63,8 +64,8 @@ class SumCompressor:
             have done the same number of steps.
     """
 
-    def __init__(self, bits: int) -> None:
-        self.bits = bits
+    def __init__(self, code: MessageCode) -> None:
+        self.code = code
         self.error_feedback = True
         self.lead: int | None = None
         # What recent messages lost, the last one at the end. Tuples are replaced and never changed:
@@ -108,7 +109,7 @@ class SumCompressor:
             total: the sum.
             weights: names of the stage's trained weights.
         """
-        form, exact = separated(total.tensors, weights, self.bits)
+        form, exact = separated(total.tensors, weights, self.code)
         if not form.tensors:
             # The layout has a place for codes all the same, of no bytes.
             content = torch.empty(0, dtype=torch.uint8)
@@ -126,7 +127,7 @@ class SumCompressor:
                 f"compression: stage {i.stage} has {len(numbers)} gradients, and {len(error)}"
                 " before; expected the same weights in each step. Use compression=none"
             )
-        content, new_error = quantize_with_error(numbers, error, self.bits)
+        content, new_error = quantize_with_error(numbers, error, self.code)
         assert i.step is not None
         self._residuals[hop] = self._recent((*residuals, Residual(i.step, new_error)))
         return CompressedSum(exact | {CODES: content}, form)

@@ -1,4 +1,4 @@
-"""Weights that are handed from rank to rank in 8 or 4 bits.
+"""Weights that are handed from rank to rank as codes.
 
 The owner's optimizer has weights theta of its own, in full precision. All ranks compute with the
 weights hat that travel, the owner too, so no placement changes the trajectory::
@@ -8,7 +8,7 @@ weights hat that travel, the owner too, so no placement changes the trajectory::
         hat_t     = hat_{t-1} + message_t,    hat_0 = theta_0
 
     sharded or circulating state: a receiver keeps no version
-        hat_t     = message_t = Q8(theta_t)   in 8 bits, whatever the bits of gradients
+        hat_t     = message_t = Q8(theta_t)   in 8 bits, whatever the code of gradients
 
 What a message of differences lost, theta_t - hat_t, is part of the next one: error feedback
 without further memory. The owner quantises a version once; others hand on the same bytes, so that
@@ -24,7 +24,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from toolkit.cost.compression import weight_bits
+from toolkit.cost.compression import MessageCode, weight_code
 from toolkit.runtime.compressed_form import CODES, CompressedMessage, separated
 from toolkit.runtime.quantization import quantize
 from toolkit.runtime.updater import Weights
@@ -57,7 +57,7 @@ class WeightCompressor:
     """Compresses the weights of the stages that a rank owns, and reads those that it receives.
 
     Args:
-        bits: of a gradient, 8 or 4.
+        code: of gradients.
         stages: that this rank owns, and whose weights travel.
         differences: whether messages are differences to the version before.
 
@@ -71,9 +71,9 @@ class WeightCompressor:
     """
 
     def __init__(
-        self, bits: int, stages: Collection[int], *, differences: bool
+        self, code: MessageCode, stages: Collection[int], *, differences: bool
     ) -> None:
-        self.bits = weight_bits(bits, differences=differences)
+        self.code = weight_code(code, differences=differences)
         self.stages = stages
         self.differences = differences
         self.messages: dict[Key, CompressedWeights] = {}
@@ -93,7 +93,7 @@ class WeightCompressor:
             newest: the owner's own weights, in full precision.
             base: what all ranks have of the version before, for a difference to it.
         """
-        form, exact = separated(newest, newest, self.bits)
+        form, exact = separated(newest, newest, self.code)
         numbers = form.flat(newest)
         if self.keeps_newest:
             self.newest[key[0]] = newest
@@ -108,7 +108,7 @@ class WeightCompressor:
             numbers = numbers - form.flat(origin)
         # A copy of what travels as it is: the optimizer changes its own in place.
         tensors = {name: tensor.clone() for name, tensor in exact.items()}
-        tensors[CODES] = quantize(numbers, self.bits)
+        tensors[CODES] = quantize(numbers, self.code)
         message = CompressedWeights(tensors, form)
         self.messages[key] = message
         return message.decoded(base)
@@ -204,7 +204,7 @@ class WeightCompressor:
         for stage, messages in state.items():
             for version, tensors in messages.items():
                 weights = versions[stage][version]
-                form, _ = separated(weights, weights, self.bits)
+                form, _ = separated(weights, weights, self.code)
                 device = next(iter(weights.values())).device
                 copies = {name: x.to(device, copy=True) for name, x in tensors.items()}
                 self.messages[stage, version] = CompressedWeights(copies, form)

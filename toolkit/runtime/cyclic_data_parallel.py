@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from toolkit.cost import Hardware
-from toolkit.cost.compression import COMPRESSIONS, GRADIENT_BITS
+from toolkit.cost.compression import COMPRESSIONS, MESSAGE_CODES
 from toolkit.errors import UserError, check_choice
 from toolkit.model import Stages
 from toolkit.model.by_hand import ModuleChain
@@ -113,11 +113,11 @@ class CyclicDataParallel(nn.Module):
         world: the ranks; those of this job by default.
         **options: further arguments of the schedule, such as ``state="sharded"`` or ``groups=2``;
             others are those of :class:`Distributed`, such as ``seed``, ``compression`` or
-            ``options=StepOptions(clip=1.0)``. ``compression="int8"`` and ``"int4"`` follow the same
-            trajectory as there; after a change of a stage's trained weights, its messages begin
-            without what earlier ones lost. With ``width`` and ``parallelize`` a rank is several
-            processes, and ``model`` whole on each of them. They train on the same inputs, those of
-            ``world.rank``; what a rank may do alone they do together. Arguments of
+            ``options=StepOptions(clip=1.0)``. ``compression="int8"``, ``"int4"`` and ``"topk"``
+            follow the same trajectory as there; after a change of a stage's trained weights, its
+            messages begin without what earlier ones lost. With ``width`` and ``parallelize`` a rank
+            is several processes, and ``model`` whole on each of them. They train on the same
+            inputs, those of ``world.rank``; what a rank may do alone they do together. Arguments of
             DistributedDataParallel are taken if they change nothing here.
 
     Attributes:
@@ -197,10 +197,10 @@ class CyclicDataParallel(nn.Module):
         )
         compression = options.get("compression", "none")
         check_choice("compression", compression, COMPRESSIONS)
-        bits = GRADIENT_BITS.get(compression)
-        if bits is not None:
+        code = MESSAGE_CODES.get(compression)
+        if code is not None:
             # Here and not only where the first pass makes the runtime.
-            check_handed_on(self.schedule, bits)
+            check_handed_on(self.schedule, code)
         if self.world.rank == 0 and partition == MEASURES[0] and not schedule_options:
             warn_of_slow_links(self.schedule, width)
         self._counted = counted

@@ -9,7 +9,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from toolkit.cost import Costs, Hardware
-from toolkit.cost.compression import GRADIENT_BITS
+from toolkit.cost.compression import MESSAGE_CODES
 from toolkit.errors import UserError, check_choice, whole
 from toolkit.runtime.base import Steps
 from toolkit.runtime.executor import Executor
@@ -66,8 +66,8 @@ class Distributed(OnRanks):
             Sums that are handed from rank to rank are made in the model's own type, those of
             collectives in 16 bits. The rank that updates a stage keeps its exact weights; other
             ranks compute with rounded ones. Weights that they predict d steps ahead have up to
-            1 + 2d times the rounding error. ``int8`` or ``int4``: of gradients and weights that are
-            handed from rank to rank; see :mod:`toolkit.runtime.rank_compression`.
+            1 + 2d times the rounding error. ``int8``, ``int4`` or ``topk``: of gradients and
+            weights that are handed from rank to rank; see :mod:`toolkit.runtime.rank_compression`.
         per_machine: consecutive ranks on a machine, for all-reduces within each machine before
             those between machines; 0: the backend's own all-reduce.
         pacing: whether each rank spreads what it sends, in small chunks, over the training step.
@@ -103,8 +103,8 @@ class Distributed(OnRanks):
     _way_out = "start the ranks again"  # since messages are still under way
 
     def __post_init__(self) -> None:
-        check_choice("compression", self.compression, (*COMPRESSIONS, *GRADIENT_BITS))
-        self._gradient_bits = GRADIENT_BITS.get(self.compression)
+        check_choice("compression", self.compression, (*COMPRESSIONS, *MESSAGE_CODES))
+        self._gradient_code = MESSAGE_CODES.get(self.compression)
         whole(self.per_machine, "per_machine", 0)
         if self.chunk_mb is not None and not 0 < self.chunk_mb < inf:
             raise UserError(
@@ -246,7 +246,7 @@ class Distributed(OnRanks):
         # Every rank makes all groups, also those of others, in one order: torch requires it.
         groups, pairs = groups_and_pairs(program, self.per_machine)
         self.world.make_groups(groups, pairs)
-        # In full: a message in few bits may be the difference to a version that a rank lacks here.
+        # In full: a message of codes may be the difference to a version that a rank lacks here.
         first_weights = self._weight_store.share(
             messages.of_exact_weights(), program.first_step
         )

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_map_only
 
+from toolkit.cost.compression import MessageCode
 from toolkit.errors import UserError
 from toolkit.runtime.base import Runtime, Steps
 from toolkit.runtime.microbatches import BatchReader
@@ -37,7 +38,9 @@ class LocalRuntime(Runtime):
     in ``_local_state`` and ``_load`` what its state is.
     """
 
-    _gradient_bits: int | None = None  # of gradients that are handed from rank to rank
+    _gradient_code: MessageCode | None = (
+        None  # of gradients that are handed from rank to rank
+    )
     _follows_schedule = False  # whether it hands them on as the schedule's program says
 
     def __post_init__(self) -> None:
@@ -65,17 +68,17 @@ class LocalRuntime(Runtime):
     def check_schedule_plan(self, schedule_plan: Schedule) -> None:
         """Refuse what the runtime cannot run; see :meth:`Runtime.check_schedule_plan`."""
         super().check_schedule_plan(schedule_plan)
-        if self._gradient_bits is not None:
-            check_handed_on(schedule_plan, self._gradient_bits)
+        if self._gradient_code is not None:
+            check_handed_on(schedule_plan, self._gradient_code)
 
     def _make_compressors(
         self, ranks: Iterable[int], versions: Mapping[int, dict[int, Weights]]
     ) -> None:
         """Make what compresses the messages that ``ranks`` hand on, if they are compressed."""
-        if self._gradient_bits is None:
+        if self._gradient_code is None:
             return
         for rank in ranks:
-            compressor = RankCompressor.of(self.schedule, rank, self._gradient_bits)
+            compressor = RankCompressor.of(self.schedule, rank, self._gradient_code)
             compressor.weights.encode_all(versions)
             self._compressors[rank] = compressor
         # The owner, too, computes with the rounded weights, so that no placement changes the
@@ -121,10 +124,10 @@ class LocalRuntime(Runtime):
     def set_schedule(self, schedule_plan: Schedule) -> None:
         """Train by ``schedule_plan`` from the next step on; see :meth:`Runtime.set_schedule`."""
         self._check_ended()
-        if self._gradient_bits is not None:
+        if self._gradient_code is not None:
             raise UserError(
-                f"compression=int{self._gradient_bits} takes one schedule, since a message depends"
-                " on the one before: got another in training; use compression=bf16"
+                f"compression={self._gradient_code.name} takes one schedule, since a message"
+                " depends on the one before: got another in training; use compression=bf16"
             )
         self.check_schedule_plan(schedule_plan)
         self.schedule_plan = schedule_plan
@@ -202,7 +205,7 @@ class LocalRuntime(Runtime):
                 state, self.schedule, self._updaters, self._form, self.updated_stages
             )
             if self._follows_schedule:
-                check_ranks_state(state, self._stage_sizes(), self._gradient_bits)
+                check_ranks_state(state, self._stage_sizes(), self._gradient_code)
 
         # 2. All ranks refuse a state, or none does: the others would wait for one that raised.
         if self.world:

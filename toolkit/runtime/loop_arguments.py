@@ -11,7 +11,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from toolkit.cost import Hardware
-from toolkit.cost.compression import GRADIENT_BITS
+from toolkit.cost.compression import MESSAGE_CODES
 from toolkit.cost.hardware import check_hardware
 from toolkit.cost.worker_forms import ModelCosts, best_rule
 from toolkit.errors import UserError, check_choice
@@ -265,7 +265,7 @@ def check_row(
             f"optimizer: got {type(optimizers.optimizer).__name__} with width={width}, which"
             " evaluates with weights of its own; expected one that does not, such as AdamW"
         )
-    if options.get("compression") in GRADIENT_BITS:
+    if options.get("compression") in MESSAGE_CODES:
         raise UserError(
             f"width={width} takes no compression={options['compression']}: use bf16"
         )

@@ -189,7 +189,7 @@ class LoopRuntime(Distributed):
 
     @property
     def is_compressed(self) -> bool:
-        """Whether ranks keep what messages in 8 or 4 bits lost."""
+        """Whether ranks keep what messages of codes lost."""
         return bool(self._compressors)
 
     def _keep_for_readers(self) -> None:

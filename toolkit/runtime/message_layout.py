@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from toolkit.cost.compression import MessageCode
 from toolkit.errors import UserError
 from toolkit.runtime.compressed_form import (
     CODES,
@@ -160,12 +161,14 @@ class Layouts:
     compressed: tuple[CompressedForm, ...] = ()
     compressed_weights: tuple[CompressedForm, ...] = ()
 
-    def with_compression(self, bits: int, bits_of_weight: int) -> "Layouts":
-        """Return the layouts of messages of few bits.
+    def with_compression(
+        self, code: MessageCode, code_of_weights: MessageCode
+    ) -> "Layouts":
+        """Return the layouts of messages of codes.
 
         Args:
-            bits: of a gradient.
-            bits_of_weight: likewise.
+            code: of gradients.
+            code_of_weights: likewise.
         """
         layouts = []
         forms = []
@@ -174,10 +177,10 @@ class Layouts:
             # Statistics of norms and counts share the message of the gradients, but no weight's
             # name.
             names = {tensor.place for tensor in weights.tensors}
-            form, sent_layout = _compressed(layout, names, bits)
+            form, sent_layout = _compressed(layout, names, code)
             layouts.append(sent_layout)
             forms.append(form)
-            weight_form, _ = _compressed(weights, names, bits_of_weight)
+            weight_form, _ = _compressed(weights, names, code_of_weights)
             weight_forms.append(weight_form)
         return replace(
             self,
@@ -198,7 +201,7 @@ class Layouts:
         layouts = []
         for layout, form in zip(self.weights, self.compressed_weights, strict=True):
             names = {tensor.name for tensor in form.tensors}
-            layouts.append(_compressed(layout, names, form.bits)[1])
+            layouts.append(_compressed(layout, names, form.code)[1])
         return tuple(layouts)
 
     def with_counts(self) -> "Layouts":
@@ -277,7 +280,7 @@ class Layouts:
 
 
 def _compressed(
-    layout: Layout, names: Container[str | int], bits: int
+    layout: Layout, names: Container[str | int], code: MessageCode
 ) -> tuple[CompressedForm, Layout]:
     """Return the form of the real numbers of ``names`` in a layout, and the layout with codes."""
     compressed = []
@@ -287,6 +290,6 @@ def _compressed(
             compressed.append(TensorForm(str(tensor.place), tensor.shape, tensor.dtype))
         else:
             exact.append(tensor)
-    form = CompressedForm.of(compressed, bits)
+    form = CompressedForm.of(compressed, code)
     codes = torch.empty(form.n_bytes, dtype=torch.uint8, device="meta")
     return form, Layout(tuple(exact)).extended({CODES: codes})

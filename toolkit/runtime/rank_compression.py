@@ -1,4 +1,4 @@
-"""What ranks keep for messages in 8 or 4 bits, in a runtime and in its state.
+"""What ranks keep for messages of codes, in a runtime and in its state.
 
 Gradients: see :mod:`toolkit.runtime.compressed_sums`. Weights, of which all ranks have the same
 bits: see :mod:`toolkit.runtime.compressed_weights`. A program knows nothing of it.
@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from toolkit.cost.compression import sends_differences
+from toolkit.cost.compression import MESSAGE_CODES, MessageCode, sends_differences
 from toolkit.errors import UserError
 from toolkit.runtime.compressed_form import CODES, separated
 from toolkit.runtime.compressed_sums import SumCompressor
@@ -35,13 +35,13 @@ class RankCompressor:
     weights: WeightCompressor
 
     @classmethod
-    def of(cls, schedule: Schedule, rank: int, bits: int) -> "RankCompressor":
+    def of(cls, schedule: Schedule, rank: int, code: MessageCode) -> "RankCompressor":
         """Return what compresses the messages of a rank.
 
         Args:
             schedule: that the ranks follow.
             rank: the rank.
-            bits: of a gradient.
+            code: of gradients.
         """
         differences = sends_differences(schedule.state)
         stages = [
@@ -49,8 +49,8 @@ class RankCompressor:
             for stage in travelling_stages(schedule)
             if schedule.owners[stage] == rank
         ]
-        weights = WeightCompressor(bits, stages, differences=differences)
-        return cls(SumCompressor(bits), weights)
+        weights = WeightCompressor(code, stages, differences=differences)
+        return cls(SumCompressor(code), weights)
 
     @property
     def chained(self) -> tuple[Buffer, ...]:
@@ -139,23 +139,23 @@ def load_ranks_state(
 
 
 def check_ranks_state(
-    state: Mapping[str, Any], sizes: Mapping[int, int], bits: int | None
+    state: Mapping[str, Any], sizes: Mapping[int, int], code: MessageCode | None
 ) -> None:
     """Raise UserError if what ranks keep in ``state`` is not that of compressed messages.
 
     Args:
         state: of all ranks.
         sizes: numbers of the weights of each stage.
-        bits: of the runtime's messages; None: they are not compressed.
+        code: of the runtime's messages; None: they are not compressed.
     """
     for rank, entries in state.get("ranks", {}).items():
         errors = entries.get("errors", {}) if isinstance(entries, dict) else None
-        if errors and bits is None:
+        if errors and code is None:
             raise UserError(
                 f"the state has what compressed messages of rank {rank} lost: give the"
-                " compression=int8 or int4 that saved it"
+                f" compression={' or '.join(MESSAGE_CODES)} that saved it"
             )
-        if bits is not None and not _fits(entries, sizes, state["versions"]):
+        if code is not None and not _fits(entries, sizes, state["versions"]):
             raise UserError(
                 f"the state of rank {rank} is not that of compressed messages of this model:"
                 " give the runtime and options that saved it"
@@ -182,7 +182,7 @@ def _fits(
             return False
         for version, tensors in messages.items():
             weights = versions[stage][version]
-            form, exact = separated(weights, weights, 8)
+            form, exact = separated(weights, weights, MESSAGE_CODES["int8"])
             content = tensors.get(CODES)
             if tensors.keys() != {CODES, *exact} or content.dtype != torch.uint8:
                 return False
@@ -191,16 +191,16 @@ def _fits(
     return True
 
 
-def check_handed_on(schedule_plan: Schedule, bits: int) -> None:
+def check_handed_on(schedule_plan: Schedule, code: MessageCode) -> None:
     """Raise UserError unless all gradients that travel are handed from rank to rank.
 
     Args:
         schedule_plan: the schedule.
-        bits: of a number.
+        code: of gradients.
     """
     if any(schedule_plan.changes(range(2**31))):
         raise UserError(
-            f"compression=int{bits} takes one schedule, since a message adds what the one before"
+            f"compression={code.name} takes one schedule, since a message adds what the one before"
             f" lost: got {schedule_plan.name} with changes; use compression=bf16"
         )
     actions = set()
@@ -208,7 +208,7 @@ def check_handed_on(schedule_plan: Schedule, bits: int) -> None:
         actions |= {i.action for i in instructions if i.buffer == Buffer.GRADIENT}
     if Action.SEND not in actions or not actions.isdisjoint(_COLLECTIVES):
         raise UserError(
-            f"compression=int{bits} is of messages that are handed from rank to rank, as by"
+            f"compression={code.name} is of messages that are handed from rank to rank, as by"
             f" cdp_v1 and cdp_v2: {schedule_plan.name} sums them otherwise. Use compression=bf16,"
             f" or runtime=ddp with compression=int8"
         )

@@ -63,7 +63,7 @@ class RankLayouts:
         world: the ranks.
         runners: all stages.
         wire: type in which gradients and weights travel; None: in their own.
-        compressors: of the ranks in this process, by rank; empty: messages are not in few bits.
+        compressors: of the ranks in this process, by rank; empty: messages are no codes.
         row: the stages on the devices of this rank, if it has several.
     """
 
@@ -148,6 +148,6 @@ class RankLayouts:
             )
         for compressor in self._compressors.values():
             layouts = layouts.with_compression(
-                compressor.sums.bits, compressor.weights.bits
+                compressor.sums.code, compressor.weights.code
             )
         return layouts

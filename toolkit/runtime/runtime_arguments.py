@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from toolkit.cost.compression import GRADIENT_BITS
+from toolkit.cost.compression import MESSAGE_CODES
 from toolkit.errors import UserError
 from toolkit.model import Stages
 from toolkit.model.partition import check_stages
@@ -64,7 +64,7 @@ def check_width(
     """
     if n_devices == 1:
         return
-    if compression in GRADIENT_BITS:
+    if compression in MESSAGE_CODES:
         raise UserError(
             f"width={n_devices} takes no compression={compression}: use bf16"
         )

@@ -8,7 +8,7 @@ from typing import Any
 
 from torch import nn
 
-from toolkit.cost.compression import GRADIENT_BITS
+from toolkit.cost.compression import MESSAGE_CODES
 from toolkit.errors import UserError, check_choice
 from toolkit.runtime.base import Steps
 from toolkit.runtime.capture import CAPTURES, StepCapture, obstacle
@@ -59,8 +59,9 @@ class SingleProcess(LocalRuntime):
         capture: ``"auto"``: on a GPU, order "grouped" replays its gradients as CUDA graphs where
             it can, and warns once where it cannot; or ``"off"``. See
             :mod:`toolkit.runtime.capture`.
-        compression: in order "scheduled", ``int8`` or ``int4`` for gradients and weights that the
-            schedule's ranks hand on, as in :class:`~toolkit.runtime.Distributed`; or ``none``.
+        compression: ``none``, or in order "scheduled" ``int8``, ``int4`` or ``topk`` for gradients
+            and weights that the schedule's ranks hand on, as in
+            :class:`~toolkit.runtime.Distributed`.
 
     Raises:
         UserError: stages, schedule and options do not fit, or the order is unknown.
@@ -80,9 +81,9 @@ class SingleProcess(LocalRuntime):
     def __post_init__(self) -> None:
         check_choice("order", self.order, ORDERS)
         check_choice("capture", self.capture, CAPTURES)
-        check_choice("compression", self.compression, ("none", *GRADIENT_BITS))
-        self._gradient_bits = GRADIENT_BITS.get(self.compression)
-        if self._gradient_bits is not None and self.order != "scheduled":
+        check_choice("compression", self.compression, ("none", *MESSAGE_CODES))
+        self._gradient_code = MESSAGE_CODES.get(self.compression)
+        if self._gradient_code is not None and self.order != "scheduled":
             raise UserError(
                 f"compression={self.compression} needs order=scheduled: order={self.order} hands no"
                 " sums of gradients from rank to rank"

@@ -191,10 +191,11 @@ class DDP(Synchronous):
         stages, optimizer, loss, lr_scheduler, seed, world: as in ``Distributed``.
         schedule: ``catalog.data_parallel(n)``.
         options: only precision and memory format may be set.
-        compression: of the gradients' messages: ``none``, ``fp16``, ``bf16``, ``int8``, ``int4`` or
-            ``powersgd``; see :mod:`toolkit.runtime.baselines.ddp_hooks` for equations and sources.
+        compression: of the gradients' messages: ``none``, ``fp16``, ``bf16``, ``int8``, ``int4``,
+            ``topk`` or ``powersgd``; see :mod:`toolkit.runtime.baselines.ddp_hooks` for equations
+            and sources.
         low_rank, warm_start: of ``powersgd``; see ``CompressionOptions``.
-        compression_start, error_feedback: of ``powersgd``, ``int8`` and ``int4``.
+        compression_start, error_feedback: of ``powersgd`` and of codes.
         bucket_mb: size of the messages, in MB.
         bucket_view: whether gradients are views into the messages, which saves their memory.
 

@@ -4,7 +4,8 @@
 
     P = orthogonal(sum_m M_m Q),  Q = 1/N sum_m M_m^T P,  gradient = P Q^T,  error_m = M_m - P Q^T
 
-``int8`` and ``int4`` send blocks of 8-bit or 4-bit numbers in two rounds; each rank averages its
+``int8``, ``int4`` and ``topk`` send the codes of :mod:`toolkit.runtime.quantization` in two
+rounds; each rank averages its
 share of the gradient::
 
     sent_m = Q(gradient_m + error_m),         error_m = gradient_m + error_m - sent_m
@@ -35,7 +36,7 @@ from torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook import (
 from torch.futures import Future
 from torch.nn.parallel import DistributedDataParallel
 
-from toolkit.cost.compression import BLOCK, GRADIENT_BITS, SCALE_BYTES, quantized_bytes
+from toolkit.cost.compression import BLOCK, MESSAGE_CODES, SCALE_BYTES
 from toolkit.errors import UserError, check_choice, whole
 from toolkit.runtime.quantization import dequantize, quantize, quantize_with_error
 
@@ -47,11 +48,12 @@ class CompressionOptions:
     """How DDP's gradients travel.
 
     Args:
-        kind: ``none``, ``fp16``, ``bf16``, ``powersgd``, ``int8`` or ``int4``.
+        kind: ``none``, ``fp16``, ``bf16``, ``powersgd``, ``int8``, ``int4`` or
+            ``topk``.
         low_rank: columns of P and Q with ``powersgd``; torch leaves weights alone that this would
             make less than half as large.
-        start: training steps before ``powersgd``, ``int8`` and ``int4`` begin, 2 or more; the
-            gradients of these are exact.
+        start: training steps before ``powersgd`` and codes begin, 2 or more; the gradients of these
+            are exact.
         warm_start: whether PowerSGD begins with the last step's Q.
         error_feedback: whether ranks add what a message lost to their next one.
 
@@ -87,7 +89,7 @@ class Compressor:
             self._memory = _LowRankMemory(self._group, options)
             hook = powerSGD_hook
             hook_state = self._memory.torch_state
-        elif options.kind in GRADIENT_BITS:
+        elif options.kind in MESSAGE_CODES:
             self._memory = _QuantizedMemory(self._group, options)
             hook = _quantized_hook
             hook_state = self._memory
@@ -259,7 +261,7 @@ class _QuantizedMemory:
 
     def __init__(self, group: dist.ProcessGroup, options: CompressionOptions) -> None:
         self.group = group
-        self.bits = GRADIENT_BITS[options.kind]
+        self.code = MESSAGE_CODES[options.kind]
         self.start = options.start
         self.error_feedback = options.error_feedback
         self.n_steps = 0
@@ -283,9 +285,9 @@ class _QuantizedMemory:
     ) -> Tensor:
         """Return the bytes of ``numbers`` plus their entry of ``errors``, which is renewed."""
         if not self.error_feedback:
-            return quantize(numbers, self.bits)
+            return quantize(numbers, self.code)
         content, errors[index] = quantize_with_error(
-            numbers, errors.get(index), self.bits
+            numbers, errors.get(index), self.code
         )
         return content
 
@@ -303,7 +305,7 @@ def _quantized_hook(
     """Average a bucket's gradients over the ranks in two rounds of messages."""
     gradient = bucket.buffer()
     world = memory.group.size()
-    bits = memory.bits
+    code = memory.code
     is_exact = memory.n_steps < memory.start
     # Once a step, however many buckets there are.
     if bucket.is_last():
@@ -313,7 +315,7 @@ def _quantized_hook(
     # Equal shares of whole blocks: each rank averages one of them.
     # Rounded up to whole blocks: -(-a // b) is a / b, rounded up.
     n_share = -(-len(gradient) // (world * BLOCK)) * BLOCK
-    n_bytes = quantized_bytes(n_share, bits)
+    n_bytes = code.n_bytes(n_share)
     padded = torch.nn.functional.pad(gradient, (0, world * n_share - len(gradient)))
 
     # 1. Every rank sends each share to the rank that averages it.
@@ -330,12 +332,12 @@ def _quantized_hook(
     # 2. It sends the average to all.
     total = torch.zeros(n_share, dtype=gradient.dtype, device=gradient.device)
     for share in received:
-        total += dequantize(share, n_share, bits, gradient.dtype)
+        total += dequantize(share, n_share, code, gradient.dtype)
     mean = memory.quantized(memory.errors_of_mean, bucket.index(), total / world)
     means = torch.empty(world * n_bytes, dtype=torch.uint8, device=gradient.device)
     dist.all_gather_into_tensor(means, mean, group=memory.group)
     shares = [
-        dequantize(share, n_share, bits, gradient.dtype)
+        dequantize(share, n_share, code, gradient.dtype)
         for share in means.view(world, n_bytes)
     ]
     gradient.copy_(torch.cat(shares)[: len(gradient)])
@@ -349,5 +351,5 @@ _PLAIN_HOOKS: dict[str, Hook] = {
     "bf16": default_hooks.bf16_compress_hook,
 }
 
-KINDS = ("none", *_PLAIN_HOOKS, "powersgd", *GRADIENT_BITS)
+KINDS = ("none", *_PLAIN_HOOKS, "powersgd", *MESSAGE_CODES)
 """The values of ``runtime.compression``."""
