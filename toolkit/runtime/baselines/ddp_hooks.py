@@ -40,6 +40,11 @@ from toolkit.cost.compression import BLOCK, MESSAGE_CODES, SCALE_BYTES
 from toolkit.errors import UserError, check_choice, whole
 from toolkit.runtime.quantization import dequantize, quantize, quantize_with_error
 
+# Newer versions of torch warn of the old name.
+_all_gather: Callable[..., Any] = getattr(
+    dist, "all_gather_single", dist.all_gather_into_tensor
+)
+
 Hook = Callable[[Any, dist.GradBucket], Future[Tensor]]
 
 
@@ -335,7 +340,7 @@ def _quantized_hook(
         total += dequantize(share, n_share, code, gradient.dtype)
     mean = memory.quantized(memory.errors_of_mean, bucket.index(), total / world)
     means = torch.empty(world * n_bytes, dtype=torch.uint8, device=gradient.device)
-    dist.all_gather_into_tensor(means, mean, group=memory.group)
+    _all_gather(means, mean, group=memory.group)
     shares = [
         dequantize(share, n_share, code, gradient.dtype)
         for share in means.view(world, n_bytes)
