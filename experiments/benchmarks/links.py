@@ -54,8 +54,10 @@ from toolkit.errors import UserError
 from toolkit.figures import link_times, save
 from toolkit.files import write_csv
 from toolkit.format import table as format_table
+from toolkit.results.run_files import CONTINUED_FILE
 from toolkit.runtime import launch, report
 
+_TRAININGS = "trainings.csv"  # a row for each that has ended
 _COMPUTES = 3  # runs without messages; their median counts
 _SENDS = 3  # of all parameters; their median counts
 
@@ -200,14 +202,14 @@ def run(config: DictConfig, device: torch.device, seed: int) -> list[Row]:
 
 def earlier(folder: Path, options: dict[str, Any]) -> tuple[list[Link], list[Run]]:
     """Return the links and runs that a bench with the same ``options`` has left in ``folder``."""
-    path, text = folder / "options.json", json.dumps(options, indent=1)
+    path, text = folder / CONTINUED_FILE, json.dumps(options, indent=1)
     if not path.exists():
         path.write_text(text)
     if path.read_text() != text:
         raise UserError(
             f"{folder} is of other options than these: choose another hydra.run.dir"
         )
-    return _read(Link, folder / "links.csv"), _read(Run, folder / "runs.csv")
+    return _read(Link, folder / "links.csv"), _read(Run, folder / _TRAININGS)
 
 
 def _read(kind: Any, path: Path) -> list[Any]:
@@ -258,7 +260,7 @@ def train(task: Task, folder: Path, links: list[Link], runs: list[Run]) -> None:
                 return
             run, curve = measured(task, traffic, *message)
             runs.append(run)
-            write_csv(folder / "runs.csv", [asdict(each) for each in runs])
+            write_csv(folder / _TRAININGS, [asdict(each) for each in runs])
             if run.round == 0 and run.method in _DRAWN and run.ratio in _DRAWN_AT:
                 curves.setdefault(link_name(run.ratio), {})[run.method] = curve
             bar.update()

@@ -65,7 +65,7 @@ def test_a_folder_is_continued_with_the_same_options_only(bench, tmp_path):
         [ran(bench, "DDP", 2.0)],
     )
     bench.write_csv(tmp_path / "links.csv", [asdict(each) for each in links])
-    bench.write_csv(tmp_path / "runs.csv", [asdict(each) for each in runs])
+    bench.write_csv(tmp_path / "trainings.csv", [asdict(each) for each in runs])
     assert bench.earlier(tmp_path, {"steps": 8}) == (links, runs)
     with pytest.raises(UserError, match="choose another"):
         bench.earlier(tmp_path, {"steps": 9})
@@ -206,7 +206,12 @@ def test_a_small_one(tmp_path):
     ]
     assert all(row["step (s)"] > 0 and row["MB sent"] > 0 for row in found)
     assert {row["/ DDP"] for row in found[::2]} == {1}
-    assert len(rows(tmp_path / "runs.csv")) == 4
+    trainings = rows(tmp_path / "trainings.csv")
+    assert len(trainings) == 4
+    # The same command in the same folder has nothing left to train.
+    again = complete("bench", tmp_path, "bench=links", *options, "device=cpu")
+    assert again["metrics"] == found
+    assert rows(tmp_path / "trainings.csv") == trainings
     limited, free = rows(tmp_path / "links.csv")
     sent = 4 * sum(
         parameter.numel() for parameter in build("resnet8", 10, 8).parameters()

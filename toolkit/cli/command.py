@@ -40,7 +40,7 @@ from toolkit.errors import UserError, suggest
 from toolkit.files import EXPERIMENTS, conf, started_by
 from toolkit.lossy_output import lossy_output
 from toolkit.options import EXIT_STOPPED
-from toolkit.results.run_files import resumable_in
+from toolkit.results.run_files import CONTINUED_FILE, resumable_in
 from toolkit.terminal import show
 from toolkit.torchrun import is_rank_zero, restarted
 
@@ -57,8 +57,7 @@ class Ended:
     Attributes:
         status: exit status of the process: 0, :data:`toolkit.options.EXIT_STOPPED` after a signal,
             or another number for a failure.
-        objective: value that a sweep optimizes, such as the final accuracy; None: there is no such
-            value.
+        objective: value that a sweep optimizes, such as the final accuracy; None: it has none.
     """
 
     status: int = 0
@@ -333,6 +332,8 @@ class _CommandLine:
         """Return how a stopped run continues; None in a sweep, whose summary says it."""
         if HydraConfig.get().mode == RunMode.MULTIRUN:
             return None
+        if (folder / CONTINUED_FILE).exists():
+            return f"the same command with 'hydra.run.dir={folder}' continues it"
         if "resume" not in config or not resumable_in(folder):
             return "nothing is saved: start it again"
         return f"it continues by:\n  {started_by(self._name)} {shlex.quote(f'resume={folder}')}"

@@ -24,7 +24,7 @@ METHODS = {
     "bf16": "16 bits",
     "int8": "8 bits",
     "int4": "4 bits",
-    "topk": "the largest",
+    "topk": "top-k",
     "powersgd": f"rank {LOW_RANKS[0]}",
     LOCAL_SGD: f"an average every {PERIOD} steps",
     FREE_LINKS: "on free links",

@@ -5,6 +5,9 @@ from pathlib import Path
 STATUS = "status.json"
 """State of a run, and why it failed."""
 
+CONTINUED_FILE = "options.json"
+"""Options of an experiment that continues when it is started in the same folder again."""
+
 # In the folder of a comparison:
 OPTIONS_FILE = "runs.yaml"  # the options of its runs
 EPOCHS_FILE = "runs.csv"  # the epochs of the runs that have ended
