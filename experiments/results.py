@@ -239,13 +239,12 @@ def _prediction_errors(result: Result) -> Rows:
     return rows
 
 
-def _kendalls_tau(some: Sequence[float], others: Sequence[float]) -> float:
+def _kendalls_tau(predicted: Sequence[float], measured: Sequence[float]) -> float:
     """Return the share of pairs in the same order, minus that of pairs in opposite orders."""
     n_same = n_opposite = 0
-    for (one, other), (next_one, next_other) in combinations(
-        zip(some, others, strict=True), 2
-    ):
-        product = (next_one - one) * (next_other - other)
+    candidates = zip(predicted, measured, strict=True)
+    for first, second in combinations(candidates, 2):
+        product = (second[0] - first[0]) * (second[1] - first[1])
         n_same += product > 0
         n_opposite += product < 0
     return (n_same - n_opposite) / (n_same + n_opposite)

@@ -7,11 +7,11 @@ null models, of a few numbers each, take little else::
     measured seconds of a step - simulated ones =
         ops a + tensors b + messages c + bytes of messages d + updates e
 
-The null models differ in these counts, and least squares find a to e. Bytes count since a rank's
-own processor copies its messages, beside the ops.
+The null models differ in these counts, and least squares find a to e. Bytes count, since the
+processor of a rank computes its ops and also copies its messages.
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from copy import deepcopy
 from dataclasses import dataclass, field, replace
 from statistics import median
@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from benchmarks.training_steps import momentum_sgd
-from toolkit.cost import Costs, Hardware, StageCost, profile, simulate
+from toolkit.cost import Costs, Hardware, profile, simulate
 from toolkit.cost.profiling import with_seconds
 from toolkit.cost.stage_costs import moved_bytes
 from toolkit.cost.stage_seconds import StageSeconds, seconds_in_turn
@@ -173,7 +173,7 @@ def _null_training(world: World, schedule: Schedule, model: nn.Module) -> _NullT
 
 
 def measured_costs(
-    world: World, stages: Stages, costs: Sequence[StageCost], example: Tensor
+    world: World, stages: Stages, costs: Costs, example: Tensor
 ) -> Costs:
     """Return ``costs`` with seconds: the means of the ranks, which time all stages at once."""
     world.barrier()

@@ -57,7 +57,7 @@ class Ended:
     Attributes:
         status: exit status of the process: 0, :data:`toolkit.options.EXIT_STOPPED` after a signal,
             or another number for a failure.
-        objective: value that a sweep optimizes, such as the final accuracy; None: it has none.
+        objective: value that a sweep optimizes, such as the final accuracy, or None.
     """
 
     status: int = 0

@@ -166,7 +166,7 @@ def _median_seconds(
     backwards: Sequence[float],
     input_backwards: Sequence[float],
 ) -> StageSeconds:
-    """Return the medians of runs, of which the first warmed up.
+    """Return the medians of all runs but the first, which warms up.
 
     Args:
         forwards: seconds, by run.

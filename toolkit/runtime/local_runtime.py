@@ -38,9 +38,8 @@ class LocalRuntime(Runtime):
     in ``_local_state`` and ``_load`` what its state is.
     """
 
-    _gradient_code: MessageCode | None = (
-        None  # of gradients that are handed from rank to rank
-    )
+    # Of gradients that are handed from rank to rank.
+    _gradient_code: MessageCode | None = None
     _follows_schedule = False  # whether it hands them on as the schedule's program says
 
     def __post_init__(self) -> None:

@@ -210,5 +210,5 @@ def check_handed_on(schedule_plan: Schedule, code: MessageCode) -> None:
         raise UserError(
             f"compression={code.name} is of messages that are handed from rank to rank, as by"
             f" cdp_v1 and cdp_v2: {schedule_plan.name} sums them otherwise. Use compression=bf16,"
-            f" or runtime=ddp with compression=int8"
+            f" or runtime=ddp with compression={code.name}"
         )
