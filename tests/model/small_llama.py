@@ -1,9 +1,10 @@
-"""A small Llama, and the plan of torch's tutorial on tensor parallelism, as users write both.
+"""Small Llamas, written out and of transformers, with the plan of torch's tutorial.
 
 https://docs.pytorch.org/tutorials/intermediate/TP_tutorial.html
 """
 
 import copy
+import importlib.util
 
 import torch
 from torch import nn
@@ -124,7 +125,50 @@ def parallelize_loss(stage, mesh):
     parallelize(stage, mesh, by_words)
 
 
+def of_transformers():
+    """The class that users take, with groups of queries, as torch.export traces it."""
+    import transformers
+
+    config = transformers.LlamaConfig(
+        hidden_size=HIDDEN,
+        intermediate_size=24,
+        num_hidden_layers=2,
+        num_attention_heads=HEADS,
+        num_key_value_heads=SHARED_HEADS,
+        vocab_size=WORDS,
+        max_position_embeddings=TOKENS,
+        bos_token_id=0,
+        eos_token_id=0,
+        use_cache=False,
+    )
+    return transformers.LlamaForCausalLM(config)
+
+
+def parallelize_transformers(stage, mesh):
+    """The same plan by the names that transformers gives."""
+    plan = {
+        "model.embed_tokens": RowwiseParallel(input_layouts=Replicate()),
+        "lm_head": ColwiseParallel(output_layouts=Replicate()),
+    }
+    for layer in ("model.layers.0", "model.layers.1"):
+        plan |= {
+            f"{layer}.self_attn.q_proj": ColwiseParallel(),
+            f"{layer}.self_attn.k_proj": ColwiseParallel(),
+            f"{layer}.self_attn.v_proj": ColwiseParallel(),
+            f"{layer}.self_attn.o_proj": RowwiseParallel(),
+            f"{layer}.mlp.gate_proj": ColwiseParallel(),
+            f"{layer}.mlp.up_proj": ColwiseParallel(),
+            f"{layer}.mlp.down_proj": RowwiseParallel(),
+        }
+    names = {name for name, _ in stage.named_modules()}
+    parallelize_module(
+        stage, mesh, {name: plan[name] for name in plan if name in names}
+    )
+
+
 def token_loss(scores, tokens):
+    # The model of transformers returns its scores by name.
+    scores = getattr(scores, "logits", scores)
     return F.cross_entropy(scores.flatten(0, 1), tokens.flatten())
 
 
@@ -133,17 +177,23 @@ def adamw(parameters):
 
 
 CASES = {
-    "CDP-v2, loss parallel": (catalog.cyclic(2), LossParallel(parallelize_loss)),
+    "CDP-v2, loss parallel": (catalog.cyclic(2), Llama, LossParallel(parallelize_loss)),
 }
+if importlib.util.find_spec("transformers"):
+    CASES["CDP-v2, transformers"] = (
+        catalog.cyclic(2),
+        of_transformers,
+        parallelize_transformers,
+    )
 if THOROUGH:
-    CASES["1F1B"] = catalog.one_f_one_b(2, 4), parallelize
+    CASES["1F1B"] = catalog.one_f_one_b(2, 4), Llama, parallelize
 
 
 def trained(name, runtime, **options):
     """A runtime that has trained three steps of a case."""
-    schedule, plan = CASES[name]
+    schedule, make, plan = CASES[name]
     torch.manual_seed(0)
-    model = Llama().double()
+    model = make().double()
     tokens = torch.randint(WORDS, (2 * schedule.n_microbatches, TOKENS + 1))
     if runtime is Distributed:
         options |= {"width": 2, "parallelize": plan}

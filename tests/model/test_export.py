@@ -3,6 +3,7 @@
 import pytest
 import torch
 from torch import nn
+from torch.func import functional_call
 from torch.nn import functional as F
 
 from toolkit.errors import UserError
@@ -175,19 +176,90 @@ def test_what_a_symbolic_graph_would_lose(body):
     torch.testing.assert_close(found, model.first.weight.grad)  # or both are None
 
 
+def called_layers(stages):
+    return [
+        node.target
+        for stage in stages
+        for node in stage.graph.nodes
+        if node.op == "call_module"
+    ]
+
+
 def test_batch_norms_are_layers_again():
     model = Net(nn.Sequential(nn.BatchNorm1d(6), nn.BatchNorm1d(6)))
     model.body[1].eval()
     before = model.body[0].running_mean.clone()
     stages = partition(model, 2, ROWS)
-    called = [
-        n.target for stage in stages for n in stage.graph.nodes if n.op == "call_module"
-    ]
-    assert called == ["body.0"]
+    assert called_layers(stages) == ["first", "body.0", "last"]
     assert evaluated(stages[0]) == {"body.1"}
     assert torch.equal(model.body[0].running_mean, before)
     assert_computes(model, stages, ROWS)
     assert int(model.body[0].num_batches_tracked) == 2
+
+
+def test_linear_layers_that_compute_something_else_are_not_called():
+    class Doubled(nn.Linear):
+        def forward(self, x):
+            return 2 * super().forward(x)
+
+    hooked = nn.Linear(6, 6)
+    hooked.register_forward_hook(lambda module, args, output: output + 1)
+    parametrized = nn.utils.parametrizations.weight_norm(nn.Linear(6, 6))
+    model = Net(nn.Sequential(hooked, Doubled(6, 6), parametrized))
+    stages = partition(model, 2, ROWS)
+    assert called_layers(stages) == ["first", "last"]
+    assert_computes(model, stages, ROWS)
+
+
+def test_the_weight_of_a_layer_in_another_operation():
+    class Reads(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.layer = nn.Linear(6, 6)
+
+        def forward(self, x):
+            return F.linear(x, self.layer.weight)  # without the bias
+
+    model = Net(Reads())
+    stages = partition(model, 2, ROWS)
+    assert called_layers(stages) == ["first", "last"]
+    assert_computes(model, stages, ROWS)
+
+
+def test_tied_weights_are_read_by_one_operation():
+    model = Decoder()
+    model.head.weight = nn.Parameter(model.embed.weight.detach().clone())
+    untied = called_layers(partition(model, 1, text()))
+    assert {"embed", "head"} <= {*untied}
+    model.head.weight = model.embed.weight
+    tied = called_layers(partition(model, 1, text()))
+    assert {"embed", "head"}.isdisjoint(tied)
+
+
+def test_devices_with_fewer_heads_take_the_same_operations():
+    """Sizes of heads are left to torch, split, grouped and joined."""
+
+    class Heads(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.project = nn.Linear(6, 8, bias=False)
+
+        def forward(self, x):
+            b, length, width = x.shape
+            if width > 64:  # torch.fx cannot trace it
+                return x
+            heads = self.project(x).view(b, length, 4, 2).transpose(1, 2)
+            grouped = heads[:, :, None].expand(b, 4, 3, length, 2)
+            grouped = grouped.reshape(b, 12, length, 2).transpose(1, 2)
+            return grouped.reshape(b, length, 24)
+
+    torch.manual_seed(0)
+    x = torch.randn(3, 5, 6)
+    (stage,) = partition(Heads(), 1, x)
+    weight = stage.get_parameter("project.weight")
+    (whole,) = stage(x)
+    (half,) = functional_call(stage, {"project.weight": weight[:4]}, (x,))
+    torch.testing.assert_close(half, whole[..., :12])
 
 
 @pytest.mark.parametrize(

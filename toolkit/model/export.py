@@ -1,7 +1,8 @@
 """Graphs of models that torch.fx cannot trace symbolically, from torch.export.
 
 They have torch's operations instead of layers, and the lengths of the example: only the batch may
-differ. Batch norms become layers again, which separate micro-batches, and no device is fixed.
+differ. Batch norms become layers again, which separate micro-batches, linear layers and embeddings
+too, which a plan of tensor parallelism shards, and no device is fixed.
 """
 
 import copy
@@ -117,7 +118,9 @@ class _Rewriter:
             elif (
                 node.op != "get_attr" and not _asserts(node) and not self._counts(node)
             ):
-                self.copies[node] = self._norm(node) or self._operation(node)
+                self.copies[node] = (
+                    self._norm(node) or self._layer(node) or self._operation(node)
+                )
         return fx.GraphModule(self.attributes, self.graph, type(self.model).__name__)
 
     def _placeholder(self, node: fx.Node) -> None:
@@ -156,6 +159,10 @@ class _Rewriter:
             return self.device if isinstance(value, torch.device) else value
 
         copied.args = tuple(map(placed, copied.args))
+        if node.target in (_aten.view.default, _aten.reshape.default):
+            copied.args = (copied.args[0], _reshaped_sizes(node, copied.args[1]))
+        if node.target is _aten.expand.default:
+            copied.args = (copied.args[0], _expanded_sizes(node, copied.args[1]))
         copied.kwargs = {key: placed(value) for key, value in copied.kwargs.items()}
         return copied
 
@@ -190,6 +197,39 @@ class _Rewriter:
         call.meta = dict(node.meta)
         return call
 
+    def _layer(self, node: fx.Node) -> fx.Node | None:
+        """Return a call of the linear layer or embedding that computes ``node``; else None.
+
+        Tools that change layers by their hooks, such as torch's plans, find them so.
+        """
+        paths = [path for path, _ in node.meta.get("nn_module_stack", {}).values()]
+        position = _WEIGHT_ARGUMENTS.get(node.target)
+        if position is None or not paths:
+            return None
+        weight: Any = node.args[position]
+        # The innermost module is the last; another one may read its weight, too. A weight with other
+        # uses is tied, and read by one node for all of them.
+        place = paths[-1]
+        if weight.target != f"{place}.weight" or len(weight.users) > 1:
+            return None
+        # A subclass, a parametrization or a hook computes something else, or more.
+        layer = self.model.get_submodule(place)
+        has_hooks = layer._forward_hooks or layer._forward_pre_hooks
+        if type(layer) not in _LAYERS or has_hooks:
+            return None
+        self.attributes[place] = layer
+        call = self.graph.call_module(place, (self._copied(node.args[1 - position]),))
+        call.meta = dict(node.meta)
+        return call
+
+
+_LAYERS = (nn.Linear, nn.Embedding)
+# Where torch's operations take the weight of such a layer.
+_WEIGHT_ARGUMENTS: dict[Any, int] = {
+    _aten.linear.default: 1,
+    _aten.embedding.default: 0,
+}
+
 
 def of_shape(x: Tensor, name: str, shape: tuple[int, ...]) -> Tensor:
     """Return ``x`` ``[b, *shape]``; UserError if it has another shape."""
@@ -205,3 +245,43 @@ def of_shape(x: Tensor, name: str, shape: tuple[int, ...]) -> Tensor:
 def _asserts(node: fx.Node) -> bool:
     """Return whether a node only checks sizes."""
     return "_assert" in str(node.target) or "sym_constrain" in str(node.target)
+
+
+# Sizes that torch.export has fixed are those of whole tensors. A device that shares a stage has
+# fewer heads, so one size of each operation is left to torch::
+#
+#     whole     [b, 8, 32]  view [b, 8, 4, 8]     a device: [b, 8, 16]  view [b, 8, -1, 8]
+
+
+def _reshaped_sizes(node: fx.Node, sizes: Any) -> Any:
+    """Return the sizes of a view or reshape, with -1 first where it splits or joins dimensions."""
+    before = _shape(node.args[0])
+    after = _shape(node)
+    # What the operation keeps at both ends is no matter.
+    n_first = 0
+    while before and after and before[0] == after[0]:
+        before.pop(0)
+        after.pop(0)
+        n_first += 1
+    while before and after and before[-1] == after[-1]:
+        before.pop()
+        after.pop()
+    splits_or_joins = after and 1 in (len(before), len(after))
+    if -1 in sizes or not splits_or_joins or type(sizes[n_first]) is not int:
+        return sizes
+    return [*sizes[:n_first], -1, *sizes[n_first + 1 :]]
+
+
+def _shape(node: Any) -> list[Any]:
+    return list(node.meta["val"].shape)
+
+
+def _expanded_sizes(node: fx.Node, sizes: Any) -> Any:
+    """Return the sizes of an expand, with -1 for each that it keeps."""
+    before = _shape(node.args[0])
+    n_new = len(sizes) - len(before)
+    kept = list(sizes)
+    for index, size in enumerate(before):
+        if type(size) is int and sizes[n_new + index] == size:
+            kept[n_new + index] = -1
+    return kept

@@ -208,7 +208,8 @@ def _check_hooks_run(stage: fx.GraphModule) -> None:
     """Raise UserError if the plan has a module that the stage does not call.
 
     torch's styles move tensors in hooks of a module. A graph calls functions in place of a module
-    that contains others, and of all modules if torch.export has traced it.
+    that contains others. Of those that torch.export has traced it calls linear layers, embeddings
+    and batch norms alone.
     """
     called = {
         str(node.target) for node in stage.graph.nodes if node.op == "call_module"
@@ -222,6 +223,7 @@ def _check_hooks_run(stage: fx.GraphModule) -> None:
             raise UserError(
                 f"parallelize: got a plan for {name}, which the traced stage does not call;"
                 f" expected modules that it calls, such as {sorted(called)[:2]}. torch.fx calls"
-                " torch's own layers; torch.export, as for models of transformers, calls none."
-                " shard_parameters of toolkit.model.gathered_weights takes any model"
+                " torch's own layers; torch.export, as for models of transformers, linear layers,"
+                " embeddings and batch norms. shard_parameters of toolkit.model.gathered_weights"
+                " takes any model"
             )
