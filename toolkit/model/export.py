@@ -207,8 +207,8 @@ class _Rewriter:
         if position is None or not paths:
             return None
         weight: Any = node.args[position]
-        # The innermost module is the last; another one may read its weight, too. A weight with other
-        # uses is tied, and read by one node for all of them.
+        # The innermost module is the last; another one may read its weight, too. A weight with
+        # other uses is tied, and read by one node for all of them.
         place = paths[-1]
         if weight.target != f"{place}.weight" or len(weight.users) > 1:
             return None
