@@ -12,26 +12,26 @@ from toolkit.schedule import catalog
 
 
 def test_fair_rates():
-    assert fair_rates({}) == {}
-    assert fair_rates({7: (0, 1)}) == {7: 1}
+    assert fair_rates(()) == ()
+    assert fair_rates(((0, 1),)) == (1,)
     # 0 and 1 leave by port 0; 1 and 2 enter by port 11, and 3 takes what 2 leaves of port 2.
-    ports = {0: (0, 10), 1: (0, 11), 2: (2, 11), 3: (2, 12), 4: (3, 11)}
-    rates = fair_rates(ports)
-    assert rates == pytest.approx({0: 2 / 3, 1: 1 / 3, 2: 1 / 3, 3: 2 / 3, 4: 1 / 3})
+    rates = fair_rates(((0, 10), (0, 11), (2, 11), (2, 12), (3, 11)))
+    assert rates == pytest.approx((2 / 3, 1 / 3, 1 / 3, 2 / 3, 1 / 3))
 
 
 @given(st.lists(st.tuples(st.integers(0, 4), st.integers(5, 9)), max_size=12))
 def test_rates_fill_ports_and_no_more(pairs):
-    ports = dict(enumerate(pairs))
-    rates = fair_rates(ports)
-    load = {p: sum(rates[k] for k in ports if p in ports[k]) for p in range(10)}
+    rates = fair_rates(tuple(pairs))
+    users = {
+        port: [k for k, own in enumerate(pairs) if port in own] for port in range(10)
+    }
+    load = {port: sum(rates[k] for k in users[port]) for port in users}
     assert max(load.values()) <= 1 + 1e-9
     # Each is held up by a full port on which none is faster.
-    for k, own in ports.items():
-        held_up = [p for p in own if load[p] > 1 - 1e-9]
+    for k, own in enumerate(pairs):
+        held_up = [port for port in own if load[port] > 1 - 1e-9]
         assert any(
-            all(rates[j] <= rates[k] + 1e-9 for j in ports if p in ports[j])
-            for p in held_up
+            all(rates[j] <= rates[k] + 1e-9 for j in users[port]) for port in held_up
         )
 
 

@@ -5,10 +5,11 @@ on (Bertsekas and Gallager, Data Networks, section 6.5.2).
 """
 
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
+from functools import lru_cache
 from math import inf
 
-Ports = Sequence[int]
+Ports = tuple[int, ...]
 
 
 class SharedPorts:
@@ -62,45 +63,49 @@ class SharedPorts:
 
     def _share(self) -> None:
         """Set the end of each message by its fair rate."""
-        for number, rate in fair_rates(self._ports).items():
+        rates = fair_rates(tuple(self._ports.values()))
+        for number, rate in zip(self._ports, rates, strict=True):
             self._ends[number] = self._now + self._left[number] / rate
         self._has_changed = False
 
 
-def fair_rates(ports: Mapping[int, Ports]) -> dict[int, float]:
-    """Return the share of each message, of 1 a port, by number.
+# Steps repeat, and so do the messages that are under way together.
+@lru_cache(maxsize=2**14)
+def fair_rates(ports: tuple[Ports, ...]) -> tuple[float, ...]:
+    """Return the share of each message, of 1 a port.
 
     Messages a and b go through port 0; b, c and d through port 1::
 
         port 0   a b        Port 1 is full first: b, c and d get 1/3 each.
         port 1     b c d    Then a takes what is left of port 0: 2/3.
+
+    Args:
+        ports: of each message.
     """
     users: defaultdict[int, list[int]] = defaultdict(list)  # messages through each port
-    for number, ports_of_message in ports.items():
+    for message, ports_of_message in enumerate(ports):
         for port in ports_of_message:
-            users[port].append(number)
+            users[port].append(message)
 
     # 1. Messages that meet no other, which are most, have their ports alone.
     rates: dict[int, float] = {}
     sharing: list[int] = []
-    for number, ports_of_message in ports.items():
+    for message, ports_of_message in enumerate(ports):
         if all(len(users[port]) == 1 for port in ports_of_message):
-            rates[number] = 1.0
+            rates[message] = 1.0
         else:
-            sharing.append(number)
-    if not sharing:
-        return rates
+            sharing.append(message)
 
     # 2. Of the others, those through the port that fills up first while all rates grow alike.
     n_unassigned = {
-        port: len(users[port]) for number in sharing for port in ports[number]
+        port: len(users[port]) for message in sharing for port in ports[message]
     }
     free_share = dict.fromkeys(n_unassigned, 1.0)
 
-    def assign(number: int, rate: float) -> None:
+    def assign(message: int, rate: float) -> None:
         """Let a message keep this rate from now on; each of its ports has so much less."""
-        rates[number] = rate
-        for port in ports[number]:
+        rates[message] = rate
+        for port in ports[message]:
             free_share[port] -= rate
             n_unassigned[port] -= 1
             # A port without further messages never fills up. It must not be chosen again.
@@ -113,7 +118,7 @@ def fair_rates(ports: Mapping[int, Ports]) -> dict[int, float]:
             (free_share[port] / n_messages, port)
             for port, n_messages in n_unassigned.items()
         )
-        for number in users[full_port]:
-            if number not in rates:
-                assign(number, rate)
-    return rates
+        for message in users[full_port]:
+            if message not in rates:
+                assign(message, rate)
+    return tuple(rates[message] for message in range(len(ports)))
