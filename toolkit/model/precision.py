@@ -200,7 +200,7 @@ def attention_draws(kernel: Any, arguments: tuple[Any, ...]) -> bool | None:
 
 
 # Calls pass on the arguments of F.scaled_dot_product_attention, by place or by name.
-def _attention(  # noqa: PLR0913 - the signature is torch's
+def _attention(
     on_cpu: bool,
     query: Tensor,
     key: Tensor,
@@ -208,25 +208,21 @@ def _attention(  # noqa: PLR0913 - the signature is torch's
     attn_mask: Tensor | None = None,
     dropout_p: float = 0.0,
     is_causal: bool = False,
-    scale: float | None = None,
-    enable_gqa: bool = False,
+    **scale_and_groups: Any,
 ) -> Any:
     """Attend by the fused kernel that the training device would take, or as torch decomposes it."""
     tensors = (query, key, value)
+    scale: float | None = scale_and_groups.get("scale")
     # Where torch has no fused kernel for these arguments, attention is made of matrix products.
     takes_apart = query.dtype == torch.float64
     if on_cpu:
         takes_apart = dropout_p > 0 or (
             attn_mask is not None and attn_mask.requires_grad
         )
-    if query.dim() != 4 or enable_gqa or takes_apart:
+    has_groups = scale_and_groups.get("enable_gqa", False)
+    if query.dim() != 4 or has_groups or takes_apart:
         return _PLAIN_ATTENTION(
-            *tensors,
-            attn_mask,
-            dropout_p,
-            is_causal,
-            scale=scale,
-            enable_gqa=enable_gqa,
+            *tensors, attn_mask, dropout_p, is_causal, **scale_and_groups
         )
     mask = attn_mask
     if mask is not None:
