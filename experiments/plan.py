@@ -5,10 +5,12 @@
     cyclic-dp plan model=resnet8 data=digits ranks=4 batch=64 pilot=true
     cyclic-dp plan costs=my_profile.csv ranks=8 batch=64
     cyclic-dp plan model=gpt2 hardware=machines_of_8 ranks=8 batch=64 precision=bf16 widths=[1,2,4]
+    torchrun --nnodes 2 --nproc-per-node 1 ... -m toolkit plan model=resnet50 measure_links=true
 
 Every method of the catalogue is simulated with several stages, groups, micro-batches and cuts. The
 machine is a file of conf/hardware. With pilot=true, the best is then measured here beside data
-parallelism: memory, computing times, and accuracy by short trainings. Links are the hardware's.
+parallelism: memory, computing times, and accuracy by short trainings. Links are the hardware's, or
+with measure_links=true those between the processes of torchrun, one on each machine.
 widths are the devices of a rank, to choose from: they share its stages by tensor parallelism. A
 candidate then has ranks times width devices, at most as many as ranks=.
 costs=FILE has your own profile in place of a model, as for simulate; its column batch says of how
@@ -25,6 +27,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+import yaml
 from omegaconf import DictConfig
 from tqdm.auto import tqdm
 
@@ -37,6 +40,7 @@ from toolkit.terminal import show, show_activity, show_import
 if TYPE_CHECKING:
     import torch
 
+    from toolkit.cost import Hardware
     from toolkit.cost.cost_file import FileCosts
     from toolkit.model import InputSpec
     from toolkit.plan import Pilot, Plan, PlanOptions
@@ -163,6 +167,34 @@ def measured_here(
     )
 
 
+def hardware_of(config: DictConfig) -> "Hardware | None":
+    """Return the machines; None in a process that only takes part in the measurement of links.
+
+    With measured links it writes them as a file of the group ``hardware``.
+    """
+    from toolkit.cli import build_hardware
+    from toolkit.plan.measured_links import with_measured_links
+
+    hardware = build_hardware(config.hardware)
+    if not config.measure_links:
+        return hardware
+    show_activity("measuring links")
+    measured = with_measured_links(
+        hardware, "cpu" if config.device == "cpu" else "auto"
+    )
+    if measured is not None:
+        path = output_folder() / "hardware" / "measured.yaml"
+        path.parent.mkdir()
+        fields = {name: value for name, value in vars(measured).items() if value}
+        text = yaml.safe_dump({"defaults": ["_base"], **fields}, sort_keys=False)
+        path.write_text(f"# As measured: --config-dir={path.parent.parent}\n{text}")
+        show(
+            f"links: {measured.link_latency * 1e6:.0f} µs,"
+            f" {measured.link_bandwidth / 1e9:.3g} GB/s each way, written to {path}"
+        )
+    return measured
+
+
 @contextmanager
 def progress_bar() -> Iterator[Callable[[str, float], None]]:
     """A bar in per cent, and the function that moves it to a share of an activity."""
@@ -183,7 +215,6 @@ def main(config: DictConfig) -> None:
 
     from toolkit.cli import (
         analysed_form,
-        build_hardware,
         build_model,
         described_samples,
         model_name,
@@ -206,12 +237,15 @@ def main(config: DictConfig) -> None:
         make_plan = partial(plan_costs, file_costs)
         command_options = ""
     device = pick_device(config.device)
+    hardware = hardware_of(config)
+    if hardware is None:
+        return
 
     # 2. Simulate all candidates, and measure the best if asked.
     pilot = None
     with progress_bar() as show_progress:
         result = make_plan(
-            build_hardware(config.hardware),
+            hardware,
             counts(config, "ranks"),
             batch=config.batch,
             options=options_of(config, command_options),

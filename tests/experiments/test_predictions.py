@@ -1,6 +1,7 @@
 """memory, communication, pipelines and simulate end to end: what they print, write and refuse."""
 
 import json
+import os
 import re
 import shlex
 
@@ -17,11 +18,13 @@ from tests.experiments.command import (
     succeeded,
 )
 from tests.thorough import thorough
+from tests.warm_python import run_ranks
 from toolkit.cli import build_schedule, settings
 from toolkit.cli.hydra_args import quoted
 from toolkit.cost import memory_curve
 from toolkit.cost.cost_file import COLUMNS
 from toolkit.cost.pipeline_table import PIPELINES
+from toolkit.files import EXPERIMENTS
 from toolkit.model import build
 
 SMALL = ("model=resnet8", "shape=[3,16,16]", "classes=10", "batch=4")
@@ -340,6 +343,26 @@ def test_simulate_takes_costs_from_a_file(tmp_path):
     assert "ZB-V" not in seconds  # has two stages a rank
     refused("plan", f"costs={costs}", "ranks=2", match="batch")
     refused("plan", f"costs={costs}", "data=digits", match="data=")
+
+
+def test_plan_measures_the_links_of_its_job(tmp_path):
+    costs = tmp_path / "costs.csv"
+    row = "2,10,10,10,100,1,4"
+    costs.write_text("\n".join([",".join(["batch", *COLUMNS]), row, row]))
+    options = (f"costs={costs}", "ranks=2", "batch=4", "jobs=1")
+    command = [
+        *(EXPERIMENTS / "plan.py", *options, "measure_links=true", "device=cpu"),
+        f"hydra.run.dir={tmp_path / 'plan'}",
+    ]
+    out = run_ranks(2, command, cwd=tmp_path, env=dict(os.environ))
+    assert "links as measured" in out
+    assert out.count("written to") == 2  # the links, and the plan of one process
+    choice = f"--config-dir={tmp_path / 'plan'}", "hardware=measured"
+    sizes = f"costs={costs}", "batch=2", "stages=2", "microbatches=2"
+    assert "links as measured" in succeeded(
+        "simulate", tmp_path / "simulate", *choice, *sizes, "schedule=one_f_one_b"
+    )
+    refused("plan", *options, "measure_links=true", match="one process")
 
 
 def test_plan(tmp_path):
