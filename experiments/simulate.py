@@ -11,7 +11,8 @@ With width=2 two devices share the stages of each rank, by tensor parallelism (g
 Memory is then that of a device, and the baseline runs on as many devices.
 
 With compression= messages are compressed, and what people use on slow links is simulated too: DDP
-with the same compression, DDP with PowerSGD, and local SGD.
+with the same compression, DDP with PowerSGD, and local SGD. With boundary_compression= activations
+and their gradients are compressed where they go from rank to rank.
 
 +schedule@also.gpipe=gpipe adds a schedule to the table. The trace opens in ui.perfetto.dev.
 """
@@ -68,6 +69,7 @@ def main(config: DictConfig) -> None:
         model_name,
         settle_delays,
     )
+    from toolkit.cost.compression import check_boundary_compression
     from toolkit.cost.tensor_width import Width
     from toolkit.results import describe, write_result
     from toolkit.training import pick_device
@@ -80,6 +82,9 @@ def main(config: DictConfig) -> None:
     settle_delays(config, lambda: form, file_costs)
     schedules = build_schedules(config)
     check_compressed(schedules, config.compression, config.width)
+    check_boundary_compression(
+        config.boundary_compression, schedules.values(), config.width
+    )
     device = pick_device(config.device) if config.measured else torch.device("meta")
     hardware = build_hardware(config.hardware)
     width = Width(config.width, hardware, config.width_efficiency)
@@ -141,6 +146,7 @@ def table_of(
         batch=config.batch,
         optimizer_words=config.optimizer_words,
         compression=config.compression,
+        boundary_compression=config.boundary_compression,
         chains=CHAINS if config.chains == "fastest" else (),
         cuts=[given_cut] if given_cut else CUTS,
     )
@@ -207,11 +213,14 @@ def costs_of_file(config: DictConfig) -> "FileCosts":
 
 def check(config: DictConfig) -> None:
     """Raise UserError if an option has a value that it cannot have."""
-    from toolkit.cost.compression import COMPRESSIONS
+    from toolkit.cost.compression import BOUNDARY_COMPRESSIONS, COMPRESSIONS
 
     check_counts(config, "batch", "steps", "width")
     check_choice("chains", config.chains, _CHAINS)
     check_choice("compression", config.compression, COMPRESSIONS)
+    check_choice(
+        "boundary_compression", config.boundary_compression, BOUNDARY_COMPRESSIONS
+    )
     if not config.optimizer_words >= 0:
         raise UserError(f"optimizer_words is 0 or more: got {config.optimizer_words}")
     if config.width > 1 and (config.costs or config.measured):

@@ -4,7 +4,7 @@ from toolkit.cost.activation_curve import AXES, MemoryCurve, memory_curve
 from toolkit.cost.affordable_delay import affordable_delay, affordable_schedule
 from toolkit.cost.calibrate import calibrate, predict_calibrated
 from toolkit.cost.chakra import write_chakra
-from toolkit.cost.compression import compressed_costs
+from toolkit.cost.compression import boundary_costs, compressed_costs
 from toolkit.cost.hardware import UNIT, Hardware
 from toolkit.cost.profiling import profile
 from toolkit.cost.simulate import simulate
@@ -23,6 +23,7 @@ __all__ = [
     "Timeline",
     "affordable_delay",
     "affordable_schedule",
+    "boundary_costs",
     "calibrate",
     "compressed_costs",
     "memory_curve",

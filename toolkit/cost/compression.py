@@ -1,9 +1,12 @@
 """Bytes of compressed messages, the memory of what they lost, and what that means for accuracy."""
 
+import sys
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 
 from toolkit.cost.stage_costs import Costs
-from toolkit.errors import check_choice
+from toolkit.errors import UserError, check_choice
+from toolkit.schedule import Schedule
 
 BLOCK = 256
 """Numbers that share a scale."""
@@ -56,6 +59,14 @@ SIXTEEN_BITS = ("fp16", "bf16")
 
 COMPRESSIONS = ("none", *SIXTEEN_BITS, *MESSAGE_CODES)
 """Compressions of a program's own messages."""
+
+BOUNDARY_COMPRESSIONS = ("none", "bf16", "int8", "int4")
+"""Compressions of activations and their gradients between ranks.
+
+None leaves numbers out: an activation is not sent again, so zeros in its place would stay zeros.
+"""
+
+_ITEM_BYTES = 4  # of a number of a cost whose tensors are unknown
 
 
 def sends_differences(state: str) -> bool:
@@ -123,6 +134,99 @@ def compressed_costs(
     return tuple(compressed)
 
 
+def boundary_costs(costs: Costs, compression: str) -> Costs:
+    """Return ``costs`` whose activations and their gradients travel compressed between ranks.
+
+    Args:
+        costs: one entry per stage. If their activations are unknown, each stage is taken to send
+            one, of 32-bit numbers.
+        compression: as ``boundary_compression`` of :class:`toolkit.runtime.Distributed`.
+
+    Raises:
+        UserError: the compression is unknown.
+    """
+    check_choice("boundary_compression", compression, BOUNDARY_COMPRESSIONS)
+    if compression == "none":
+        return costs
+    compressed = []
+    for cost in costs:
+        output_saving = _saved_bytes(
+            cost.output_activations, cost.output_bytes, compression
+        )
+        gradient_saving = _saved_bytes(
+            cost.input_activations, cost.input_gradient_bytes, compression
+        )
+        compressed_cost = replace(
+            cost,
+            compressed_output_bytes=cost.output_bytes - output_saving,
+            compressed_input_gradient_bytes=cost.input_gradient_bytes - gradient_saving,
+        )
+        compressed.append(compressed_cost)
+    return tuple(compressed)
+
+
+def _saved_bytes(
+    activations: Sequence[tuple[int, int]] | None, n_bytes: float, compression: str
+) -> float:
+    """Return the bytes that compression saves of a message of ``n_bytes``.
+
+    Args:
+        activations: numbers, and bytes of each, of the message's activations; None: unknown.
+        n_bytes: of the whole message.
+        compression: of the activations.
+    """
+    if activations is None:
+        activations = [(round(n_bytes / _ITEM_BYTES), _ITEM_BYTES)]
+    saved_bytes = 0
+    for n_numbers, item_bytes in activations:
+        if compression in SIXTEEN_BITS:
+            # Numbers of 16 bits travel as they are.
+            sent_bytes = n_numbers * min(2, item_bytes)
+        else:
+            # Blocks do not go across the ends of tensors.
+            sent_bytes = MESSAGE_CODES[compression].n_bytes(n_numbers)
+        saved_bytes += n_numbers * item_bytes - sent_bytes
+    return float(saved_bytes)
+
+
+def sends_activations(schedule: Schedule) -> bool:
+    """Whether an activation goes from a rank to another, in any phase of a schedule."""
+    for step in (0, *schedule.changes(range(sys.maxsize))):
+        if schedule.at(step).layout.sends_activations:
+            return True
+    return False
+
+
+def check_boundary_compression(
+    compression: str, schedules: Iterable[Schedule], width: int = 1
+) -> None:
+    """Raise UserError if activations between ranks cannot travel so.
+
+    Args:
+        compression: of activations and their gradients.
+        schedules: at least one has to send activations.
+        width: devices of a rank.
+    """
+    check_choice("boundary_compression", compression, BOUNDARY_COMPRESSIONS)
+    if compression == "none":
+        return
+    if width > 1:
+        raise UserError(
+            f"width={width} takes no boundary_compression={compression}: leave it out, or use"
+            " width=1"
+        )
+    names = []
+    for schedule in schedules:
+        if sends_activations(schedule):
+            return
+        names.append(schedule.name)
+    raise UserError(
+        f"boundary_compression={compression} is of activations that go from rank to rank:"
+        f" {', '.join(dict.fromkeys(names))} sends none. Use stages on several ranks, as"
+        " one_f_one_b or schedule.placement=per_stage; compression= is of gradients and weights"
+    )
+
+
 def coarseness(compression: str) -> int:
     """Return how coarse messages are: 0, exact; 1, 16 bits; 2, 8; 3, 4; 4, some numbers alone."""
     if compression in SIXTEEN_BITS:
@@ -131,7 +235,11 @@ def coarseness(compression: str) -> int:
 
 
 def accuracy_class(
-    compression: str, *, is_late: bool, state: str = "replicated"
+    compression: str,
+    *,
+    is_late: bool,
+    state: str = "replicated",
+    boundary_compression: str = "none",
 ) -> str:
     """Return in a few words how training differs from plain data parallelism.
 
@@ -139,6 +247,7 @@ def accuracy_class(
         compression: of the messages.
         is_late: whether some weights are read late.
         state: of the schedule.
+        boundary_compression: of activations and their gradients.
     """
     words = []
     if is_late:
@@ -155,4 +264,9 @@ def accuracy_class(
         words.append(f"{sent} with error feedback")
         if not sends_differences(state):
             words.append("weights rounded to 8 bits")
+    if boundary_compression in SIXTEEN_BITS:
+        words.append("activations in 16 bits")
+    elif boundary_compression != "none":
+        bits = MESSAGE_CODES[boundary_compression].bits
+        words.append(f"activations in {bits} bits")
     return ", ".join(words) or "exact"

@@ -67,11 +67,16 @@ def profile(
     # Work and bytes follow from shapes alone. Only seconds need values on the device.
     shapes = tuple(torch.empty_like(tensor, device="meta") for tensor in inputs)
     with refused(stages.model, inputs), kept_generators(inputs):
-        for stage in stages:
+        for index, stage in enumerate(stages):
             # What the stage before sends but does not keep, this one has to keep as its input.
             extra_input_bytes = unkept_bytes
             cost, outputs, unkept_bytes = _analyse(stage, shapes, device, precision)
-            cost = replace(cost, extra_input_bytes=extra_input_bytes)
+            cost = replace(
+                cost,
+                extra_input_bytes=extra_input_bytes,
+                input_activations=_activations(stages, index, shapes),
+                output_activations=_activations(stages, index + 1, outputs),
+            )
             if device.type != "meta" and not in_turn:
                 seconds, values = seconds_alone(stage, values, repeats, precision)
                 cost = with_seconds(cost, seconds)
@@ -81,6 +86,22 @@ def profile(
             measured = seconds_in_turn([*stages], inputs, repeats, precision)
             costs = [*map(with_seconds, costs, measured)]
     return tuple(costs)
+
+
+def _activations(
+    stages: Stages, receiver: int, tensors: Values
+) -> tuple[tuple[int, int], ...]:
+    """Return numbers, and bytes of each, of the activations that cross to a stage.
+
+    Args:
+        stages: a partitioned model.
+        receiver: the stage; behind the last one there are no activations.
+        tensors: that cross.
+    """
+    if receiver == len(stages):
+        return ()
+    activations = [tensors[place] for place in sorted(stages.activations(receiver))]
+    return tuple((tensor.numel(), tensor.element_size()) for tensor in activations)
 
 
 def with_seconds(cost: StageCost, seconds: StageSeconds) -> StageCost:

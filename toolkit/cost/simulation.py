@@ -64,7 +64,7 @@ class Simulation:
         self.ports = MachinePorts(hardware, n_ranks)
         self.working_bytes = [cost.working_bytes for cost in costs]
         self.message_bytes = moved_bytes(costs)
-        self.input_gradient_bytes = self.message_bytes[ACTIVATION_GRADIENT]
+        self.input_gradient_bytes = [cost.input_gradient_bytes for cost in costs]
         self.last_stage = schedule.n_stages - 1
         self.message_seconds = {
             is_local: self._seconds_of_messages(is_local) for is_local in (False, True)
@@ -319,7 +319,8 @@ class Simulation:
             self.memory.receive_input(end, input_key, next_stage.input_bytes)
         elif buffer == ACTIVATION_GRADIENT:
             key = (stage, microbatch, step)
-            self.memory.work(rank, self.input_gradients[key], end, n_bytes)
+            gradient_bytes = self.input_gradient_bytes[stage]
+            self.memory.work(rank, self.input_gradients[key], end, gradient_bytes)
             self.input_gradients[key] = end
         elif buffer == Buffer.WEIGHTS:
             self.memory.receive_weights(end, peer, stage, version or 0)

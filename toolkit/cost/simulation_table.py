@@ -5,7 +5,12 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
-from toolkit.cost.compression import accuracy_class, compressed_costs
+from toolkit.cost.compression import (
+    accuracy_class,
+    boundary_costs,
+    compressed_costs,
+    sends_activations,
+)
 from toolkit.cost.hardware import Hardware
 from toolkit.cost.simulate import simulate
 from toolkit.cost.slow_link_rivals import Averaging, rivals_on_slow_links
@@ -67,7 +72,8 @@ class SimulationTable:
         width: devices of a rank, and the machines.
         batch: samples of a micro-batch.
         optimizer_words: numbers that the optimizer keeps of each parameter.
-        compression: of messages.
+        compression: of messages of gradients and weights.
+        boundary_compression: of activations and their gradients, between ranks.
         chains: to choose from, for workers; empty: a schedule keeps its own.
         cuts: of the model, to choose from.
     """
@@ -78,6 +84,7 @@ class SimulationTable:
     batch: int
     optimizer_words: float
     compression: str = "none"
+    boundary_compression: str = "none"
     chains: Sequence[str] = CHAINS
     cuts: Sequence[Cut] = CUTS
     _baselines: dict[tuple[int, int], float] = field(default_factory=dict)
@@ -99,12 +106,18 @@ class SimulationTable:
         )
         rows = self._baseline_of(schedule)
         is_late = best_form.schedule.max_staleness > 0
+        boundary_compression = "none"
+        if sends_activations(schedule):
+            boundary_compression = self.boundary_compression
         row = SimulationRow(
             name,
             best_form,
             n_samples=self.batch * schedule.n_microbatches,
             accuracy=accuracy_class(
-                self.compression, is_late=is_late, state=schedule.state
+                self.compression,
+                is_late=is_late,
+                state=schedule.state,
+                boundary_compression=boundary_compression,
             ),
             baseline=self._baselines.get(self._baseline_key(schedule)),
             width=self.width.devices,
@@ -123,8 +136,10 @@ class SimulationTable:
             cut: of the model.
             state: of the schedule.
         """
-        costs = self.costs_of(n_stages, cut)
-        return compressed_costs(costs, self.compression, state=state)
+        costs = compressed_costs(
+            self.costs_of(n_stages, cut), self.compression, state=state
+        )
+        return boundary_costs(costs, self.boundary_compression)
 
     def _baseline_of(self, schedule: Schedule) -> list[SimulationRow]:
         """Return the baseline of a schedule in a list, which is empty if there is no new one.

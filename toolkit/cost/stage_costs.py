@@ -42,6 +42,12 @@ class StageCost:
             that it sends.
         weight_differences: whether messages of weights are differences to the version before, which
             receivers keep until then.
+        input_activations: number of numbers, and bytes of each, of the activations that the stage
+            receives; None: unknown. Other inputs are those of the model, integers, and what has no
+            batch.
+        output_activations: likewise of those that it sends on.
+        compressed_output_bytes: what the stage sends on, in a message; None: as it is.
+        compressed_input_gradient_bytes: gradients of its inputs, in a message; None: as they are.
         matrices: rows and columns of each trained parameter, as PowerSGD takes it; empty: unknown.
         exchange_seconds: of the forward's collectives among the devices of a rank.
         backward_exchange_seconds: of the backward's.
@@ -71,6 +77,14 @@ class StageCost:
     error_bytes: float = 0.0
     exact_weight_bytes: float = 0.0
     weight_differences: bool = False
+    input_activations: tuple[tuple[int, int], ...] | None = field(
+        default=None, repr=False
+    )
+    output_activations: tuple[tuple[int, int], ...] | None = field(
+        default=None, repr=False
+    )
+    compressed_output_bytes: float | None = None
+    compressed_input_gradient_bytes: float | None = None
     matrices: tuple[tuple[int, int], ...] = field(default=(), repr=False)
     exchange_seconds: float = 0.0
     backward_exchange_seconds: float = 0.0
@@ -126,8 +140,22 @@ class StageCost:
 
     @property
     def input_gradient_bytes(self) -> float:
-        """Bytes that the backward sends to the previous stage."""
+        """Bytes of the gradients that the backward makes for the previous stage."""
         return self.input_bytes - self.integer_input_bytes
+
+    @property
+    def sent_output_bytes(self) -> float:
+        """Bytes of a message of what the stage sends on."""
+        if self.compressed_output_bytes is None:
+            return self.output_bytes
+        return self.compressed_output_bytes
+
+    @property
+    def sent_input_gradient_bytes(self) -> float:
+        """Bytes of a message of gradients of the stage's inputs."""
+        if self.compressed_input_gradient_bytes is None:
+            return self.input_gradient_bytes
+        return self.compressed_input_gradient_bytes
 
     def update_bytes(self, optimizer_bytes: float | None = None) -> float:
         """Bytes an update reads (weights, gradient, state) and writes (weights, state).
@@ -192,9 +220,8 @@ Costs = Sequence[StageCost]
 def moved_bytes(costs: Costs) -> dict[Buffer | None, list[float]]:
     """Return the bytes of a message, ``[stage]``, by what it moves."""
     return {
-        Buffer.ACTIVATION: [cost.output_bytes for cost in costs],
-        Buffer.ACTIVATION_GRADIENT: [cost.input_gradient_bytes for cost in costs],
-        # Only messages of gradients and weights are ever compressed.
+        Buffer.ACTIVATION: [cost.sent_output_bytes for cost in costs],
+        Buffer.ACTIVATION_GRADIENT: [cost.sent_input_gradient_bytes for cost in costs],
         Buffer.GRADIENT: [cost.sent_gradient_bytes for cost in costs],
         Buffer.WEIGHTS: [cost.sent_weight_bytes for cost in costs],
     }

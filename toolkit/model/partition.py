@@ -64,6 +64,19 @@ class Stages(Sequence[fx.GraphModule]):
         """The only tensor of the result, or its first one."""
         return self.outputs[0]
 
+    def activations(self, stage: int) -> frozenset[int]:
+        """Return the places of activations among the tensors that ``stage`` receives.
+
+        Others are inputs of the model, integers, and what has no batch, such as a tied weight.
+        """
+        input_names = {boundary.name for boundary in self.boundaries[0]}
+        places = set()
+        for place, boundary in enumerate(self.boundaries[stage]):
+            is_real = boundary.dtype.is_floating_point
+            if is_real and boundary.batched and boundary.name not in input_names:
+                places.add(place)
+        return frozenset(places)
+
     def __repr__(self) -> str:
         return f"Stages({type(self.model).__name__}, stages={len(self)}, loads={self.loads})"
 

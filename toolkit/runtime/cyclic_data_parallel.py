@@ -16,7 +16,11 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from toolkit.cost import Hardware
-from toolkit.cost.compression import COMPRESSIONS, MESSAGE_CODES
+from toolkit.cost.compression import (
+    COMPRESSIONS,
+    MESSAGE_CODES,
+    check_boundary_compression,
+)
 from toolkit.errors import UserError, check_choice
 from toolkit.model import Stages
 from toolkit.model.by_hand import ModuleChain
@@ -203,6 +207,9 @@ class CyclicDataParallel(nn.Module):
             check_handed_on(self.schedule, code)
         if self.world.rank == 0 and partition == MEASURES[0] and not schedule_options:
             warn_of_slow_links(self.schedule, width)
+        check_boundary_compression(
+            options.get("boundary_compression", "none"), [self.schedule]
+        )
         self._counted = counted
         cut = partition if isinstance(stages, int | None) else stages
         self._loop = LoopTraining(

@@ -68,6 +68,8 @@ class Distributed(OnRanks):
             ranks compute with rounded ones. Weights that they predict d steps ahead have up to
             1 + 2d times the rounding error. ``int8``, ``int4`` or ``topk``: of gradients and
             weights that are handed from rank to rank; see :mod:`toolkit.runtime.rank_compression`.
+        boundary_compression: ``none``, or ``bf16``, ``int8`` or ``int4`` for activations and their
+            gradients that go from rank to rank; see :mod:`toolkit.runtime.boundary_codes`.
         per_machine: consecutive ranks on a machine, for all-reduces within each machine before
             those between machines; 0: the backend's own all-reduce.
         pacing: whether each rank spreads what it sends, in small chunks, over the training step.
@@ -91,6 +93,7 @@ class Distributed(OnRanks):
     overlap: bool = True
     chunk_mb: float | None = None
     compression: str = "none"
+    boundary_compression: str = "none"
     per_machine: int = 0
     pacing: bool = False
     width: int | DeviceMesh = 1
@@ -127,6 +130,7 @@ class Distributed(OnRanks):
             self._runners,
             COMPRESSIONS.get(self.compression),
             self._compressors,
+            self._boundary_codes,
             self._row,
         )
         self._chunk_bytes = largest_chunk(

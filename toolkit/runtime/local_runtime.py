@@ -10,9 +10,10 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_map_only
 
-from toolkit.cost.compression import MessageCode
+from toolkit.cost.compression import MessageCode, check_boundary_compression
 from toolkit.errors import UserError
 from toolkit.runtime.base import Runtime, Steps
+from toolkit.runtime.boundary_codes import BoundaryCodes
 from toolkit.runtime.microbatches import BatchReader
 from toolkit.runtime.process_group.join import join
 from toolkit.runtime.process_group.world import World
@@ -40,14 +41,22 @@ class LocalRuntime(Runtime):
 
     # Of gradients that are handed from rank to rank.
     _gradient_code: MessageCode | None = None
+    boundary_compression = "none"
     _follows_schedule = False  # whether it hands them on as the schedule's program says
 
     def __post_init__(self) -> None:
         super().__post_init__()
+        check_boundary_compression(
+            self.boundary_compression, [self.schedule_plan], self._devices_per_rank()
+        )
+        self._boundary_codes = BoundaryCodes.of(self.stages, self.boundary_compression)
         self._form = form_of(self.stages)
         self._updaters: Sequence[Updater] = ()  # of each stage
         # Of the ranks in this process.
         self._compressors: dict[int, RankCompressor] = {}
+
+    def _devices_per_rank(self) -> int:
+        return 1
 
     def _make_runners(self) -> list[StageRunner]:
         runners = []
@@ -235,9 +244,6 @@ class OnRanks(LocalRuntime):
     world: World = cast(World, None)
 
     distributed = True
-
-    def _devices_per_rank(self) -> int:
-        return 1
 
     def __post_init__(self) -> None:
         super().__post_init__()

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from toolkit.cost.compression import MessageCode
+from toolkit.cost.compression import MESSAGE_CODES, MessageCode
 from toolkit.errors import UserError
 from toolkit.runtime.compressed_form import (
     CODES,
@@ -24,6 +24,7 @@ from toolkit.runtime.compressed_form import (
 from toolkit.runtime.compressed_sums import CompressedSum
 from toolkit.runtime.compressed_weights import CompressedWeights
 from toolkit.runtime.losses import COUNT
+from toolkit.runtime.quantization import dequantize, quantize
 from toolkit.runtime.rank import Payload
 from toolkit.runtime.updater import GradientSum
 from toolkit.schedule import Buffer, Instruction
@@ -41,17 +42,47 @@ class MessageTensor:
         shape: shape of the tensor.
         dtype: its type at both ends.
         sent_as: its type in the message.
+        code: of its numbers in the message, which are bytes then; None: each has its type.
     """
 
     place: str | int
     shape: tuple[int, ...]
     dtype: torch.dtype
     sent_as: torch.dtype
+    code: MessageCode | None = None
 
     @property
     def n_bytes(self) -> int:
         """Bytes of the tensor in the message."""
+        if self.code is not None:
+            return self.code.n_bytes(prod(self.shape))
         return prod(self.shape) * self.sent_as.itemsize
+
+    @property
+    def sent_shape(self) -> tuple[int, ...]:
+        """Shape of what is in the message."""
+        if self.code is not None:
+            return (self.n_bytes,)
+        return self.shape
+
+    def encoded(self, tensor: Tensor) -> Tensor:
+        """Return what is copied into the message, in any type."""
+        if self.code is None:
+            return tensor
+        return quantize(tensor.flatten().to(self._code_dtype), self.code)
+
+    def decoded(self, content: Tensor) -> Tensor:
+        """Return the tensor of what is in the message."""
+        if self.code is None:
+            return content.to(self.dtype)
+        n_numbers = prod(self.shape)
+        numbers = dequantize(content, n_numbers, self.code, self._code_dtype)
+        return numbers.view(self.shape).to(self.dtype)
+
+    @property
+    def _code_dtype(self) -> torch.dtype:
+        """Type in which codes are computed: at least 32 bits."""
+        return torch.promote_types(self.dtype, torch.float32)
 
 
 @dataclass(frozen=True)
@@ -89,14 +120,44 @@ class Layout:
         """Return this layout with further ``tensors``, which travel in their own types."""
         return Layout(_by_size([*self.tensors, *Layout.of(tensors).tensors]))
 
+    def coded(self, places: Container[str | int], compression: str) -> "Layout":
+        """Return this layout, in which real numbers at ``places`` travel compressed.
+
+        Args:
+            places: of tensors.
+            compression: ``bf16``, or a name of ``MESSAGE_CODES``.
+        """
+        code = MESSAGE_CODES.get(compression)
+        tensors = []
+        for tensor in self.tensors:
+            is_real = tensor.dtype.is_floating_point
+            if not (tensor.place in places and is_real):
+                tensors.append(tensor)
+            elif code is not None:
+                tensors.append(replace(tensor, sent_as=torch.uint8, code=code))
+            elif tensor.dtype.itemsize > torch.bfloat16.itemsize:
+                tensors.append(replace(tensor, sent_as=torch.bfloat16))
+            else:
+                tensors.append(tensor)
+        return Layout(_by_size(tensors))
+
     @cached_property
     def n_bytes(self) -> int:
         """Bytes of the whole message."""
         return sum(tensor.n_bytes for tensor in self.tensors)
 
+    @property
+    def whole_bytes(self) -> int:
+        """Bytes of the tensors at both ends."""
+        return sum(
+            prod(tensor.shape) * tensor.dtype.itemsize for tensor in self.tensors
+        )
+
     def pack(self, tensors: Mapping, device: torch.device) -> Tensor:
         """Return one flat tensor of bytes on ``device``, from tensors by place."""
-        ordered_tensors = [tensors[tensor.place] for tensor in self.tensors]
+        ordered_tensors = []
+        for tensor in self.tensors:
+            ordered_tensors.append(tensor.encoded(tensors[tensor.place]))
         # Packed where the tensors are, in one operation; then it leaves a GPU as a whole.
         packing_device = device
         if ordered_tensors:
@@ -109,14 +170,14 @@ class Layout:
     def unpack(self, flat: Tensor) -> dict:
         """Return the tensors by place; those that travelled in their own type share its memory."""
         views = zip(self.tensors, self._views(flat), strict=True)
-        return {tensor.place: view.to(tensor.dtype) for tensor, view in views}
+        return {tensor.place: tensor.decoded(view) for tensor, view in views}
 
     def _views(self, flat: Tensor) -> list[Tensor]:
         """Return views of the message as the tensors in it."""
         pieces = flat.split([tensor.n_bytes for tensor in self.tensors])
         views = []
         for tensor, piece in zip(self.tensors, pieces, strict=True):
-            views.append(piece.view(tensor.sent_as).view(tensor.shape))
+            views.append(piece.view(tensor.sent_as).view(tensor.sent_shape))
         return views
 
     def by_dtype(self, flat: Tensor) -> list[Tensor]:

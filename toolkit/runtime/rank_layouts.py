@@ -9,6 +9,7 @@ import torch
 
 from toolkit.model.generators import kept_generators
 from toolkit.model.node_costs import meta_copy
+from toolkit.runtime.boundary_codes import BoundaryCodes
 from toolkit.runtime.losses import CheckedLoss
 from toolkit.runtime.message_layout import Layout, Layouts
 from toolkit.runtime.microbatches import BatchReader, Shape
@@ -64,6 +65,7 @@ class RankLayouts:
         runners: all stages.
         wire: type in which gradients and weights travel; None: in their own.
         compressors: of the ranks in this process, by rank; empty: messages are no codes.
+        boundary_codes: of activations and their gradients; None: they travel as they are.
         row: the stages on the devices of this rank, if it has several.
     """
 
@@ -73,12 +75,14 @@ class RankLayouts:
         runners: Sequence[StageRunner],
         wire: torch.dtype | None,
         compressors: Mapping[int, RankCompressor],
+        boundary_codes: BoundaryCodes | None,
         row: "DeviceRow | None",
     ) -> None:
         self._world = world
         self._runners = runners
         self._wire = wire
         self._compressors = compressors
+        self._boundary_codes = boundary_codes
         self._row = row
         if row is None:
             self._skeletons = [meta_copy(runner.compute) for runner in runners]
@@ -150,4 +154,6 @@ class RankLayouts:
             layouts = layouts.with_compression(
                 compressor.sums.code, compressor.weights.code
             )
+        if self._boundary_codes is not None:
+            layouts = self._boundary_codes.layouts(layouts)
         return layouts

@@ -8,9 +8,10 @@ from typing import Any
 
 from torch import nn
 
-from toolkit.cost.compression import MESSAGE_CODES
+from toolkit.cost.compression import BOUNDARY_COMPRESSIONS, MESSAGE_CODES
 from toolkit.errors import UserError, check_choice
 from toolkit.runtime.base import Steps
+from toolkit.runtime.boundary_codes import BoundaryCodes
 from toolkit.runtime.capture import CAPTURES, StepCapture, obstacle
 from toolkit.runtime.cuda_graphs import recorder_for
 from toolkit.runtime.grouped import Grouped
@@ -62,6 +63,8 @@ class SingleProcess(LocalRuntime):
         compression: ``none``, or in order "scheduled" ``int8``, ``int4`` or ``topk`` for gradients
             and weights that the schedule's ranks hand on, as in
             :class:`~toolkit.runtime.Distributed`.
+        boundary_compression: ``none``, or in order "scheduled" ``bf16``, ``int8`` or ``int4`` for
+            activations and their gradients that go from rank to rank, likewise.
 
     Raises:
         UserError: stages, schedule and options do not fit, or the order is unknown.
@@ -75,6 +78,7 @@ class SingleProcess(LocalRuntime):
     watching: Watching | None = None
     capture: str = "auto"
     compression: str = "none"
+    boundary_compression: str = "none"
 
     _follows_schedule = True
 
@@ -87,6 +91,14 @@ class SingleProcess(LocalRuntime):
             raise UserError(
                 f"compression={self.compression} needs order=scheduled: order={self.order} hands no"
                 " sums of gradients from rank to rank"
+            )
+        check_choice(
+            "boundary_compression", self.boundary_compression, BOUNDARY_COMPRESSIONS
+        )
+        if self.boundary_compression != "none" and self.order != "scheduled":
+            raise UserError(
+                f"boundary_compression={self.boundary_compression} needs order=scheduled:"
+                f" order={self.order} sends no activations from rank to rank"
             )
         # Order "grouped" has all gradients of a step before its first update; "scheduled" updates a
         # stage as soon as its own gradients are there, while others still compute.
@@ -114,6 +126,7 @@ class SingleProcess(LocalRuntime):
                 self._runners, self.schedule, self._loss, self.watching
             )
             self._engine.compressors = self._compressors
+            self._engine.boundary_codes = self._boundary_codes
             return
         losses = MicrobatchLosses(
             self.loss, self._loss, self.options, self.stages.results
@@ -180,6 +193,7 @@ class Scheduled:
 
     Attributes:
         compressors: of the messages that ranks hand on, by rank; empty: not compressed.
+        boundary_codes: of activations and their gradients; None: not compressed.
     """
 
     def __init__(
@@ -194,6 +208,7 @@ class Scheduled:
         self.loss = loss
         self.watching = watching
         self.compressors: Mapping[int, RankCompressor] = {}
+        self.boundary_codes: BoundaryCodes | None = None
         self.updaters = {
             (schedule.owners[stage], stage): runner
             for stage, runner in enumerate(runners)
@@ -230,6 +245,8 @@ class Scheduled:
             # A replay has each receive right after its send, so one message is under way.
             if i.action == Action.SEND:
                 message = rank_memory.give(i)
+                if self.boundary_codes is not None:
+                    message = self.boundary_codes.received(i, message)
             elif i.action == Action.RECV:
                 rank_memory.take(i, message)
                 message = ()

@@ -58,6 +58,11 @@ def warm_up(
         )
         # Leaves, so that gradients come to rest there, and not on the model's parameters.
         passed_on = runner.forward(leaves(weights), stage_inputs, (0,), 0)
+        layout = layouts.activations[stage]
+        if layout.n_bytes != layout.whole_bytes:
+            # Codes have kernels, too. Those of gradients are the same.
+            outputs = {place: x.detach() for place, x in enumerate(passed_on)}
+            layout.pack(outputs, device)
         roots = [tensor for tensor in passed_on if tensor.requires_grad]
         torch.autograd.backward(roots, [torch.zeros_like(tensor) for tensor in roots])
         # Statistics of zeros must not enter the first step's.

@@ -14,7 +14,8 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from math import gcd
+from itertools import pairwise
+from math import gcd, lcm
 
 from toolkit.errors import UserError, check_choice, whole
 from toolkit.schedule.instruction import Kind, Op
@@ -61,6 +62,19 @@ class Placement:
                 if self.rank(stage, microbatch) != self.rank(0, microbatch):
                     return False
         return True
+
+    @property
+    def sends_activations(self) -> bool:
+        """Whether an activation goes from a rank to another, at any step."""
+        for stage, cycles in enumerate(pairwise(self.cycles)):
+            if cycles[0] == cycles[1]:
+                continue
+            for step in range(lcm(self.turns(stage), self.turns(stage + 1))):
+                for microbatch in range(self.n_microbatches):
+                    sender = self.rank(stage, microbatch, step)
+                    if sender != self.rank(stage + 1, microbatch, step):
+                        return True
+        return False
 
     def turns(self, stage: int) -> int:
         """Steps after which a micro-batch meets the same rank again."""

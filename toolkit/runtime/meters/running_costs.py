@@ -136,8 +136,10 @@ def _stage_cost(stage: int, seconds_of_op: Seconds, layouts: Layouts) -> StageCo
     return StageCost(
         0.0,
         0.0,
-        input_bytes=layouts.activation_gradients[stage].n_bytes,
-        output_bytes=layouts.activations[stage].n_bytes,
+        input_bytes=layouts.activation_gradients[stage].whole_bytes,
+        output_bytes=layouts.activations[stage].whole_bytes,
+        compressed_input_gradient_bytes=layouts.activation_gradients[stage].n_bytes,
+        compressed_output_bytes=layouts.activations[stage].n_bytes,
         parameter_bytes=weight_bytes,
         statistics_bytes=max(0, statistics_bytes),
         compressed_gradient_bytes=compressed_gradient_bytes,
