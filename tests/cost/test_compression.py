@@ -2,7 +2,7 @@
 
 import pytest
 
-from toolkit.cost import UNIT, StageCost, compressed_costs, simulate
+from toolkit.cost import UNIT, StageCost, boundary_costs, compressed_costs, simulate
 from toolkit.cost.compression import MESSAGE_CODES, accuracy_class, coarseness
 from toolkit.cost.timeline import GRADIENTS, WEIGHTS
 from toolkit.errors import UserError
@@ -108,11 +108,74 @@ def test_classes_of_accuracy():
 
 def test_refuses_other_compressions():
     assert compressed_costs(COSTS, "none") is COSTS
+    assert boundary_costs(COSTS, "none") is COSTS
     with pytest.raises(UserError, match="int2"):
         compressed_costs(COSTS, "int2")
+    with pytest.raises(UserError, match="topk"):
+        boundary_costs(COSTS, "topk")
 
 
 def test_16_bits_halve_gradients_and_weights_and_keep_no_errors():
     (cost, _) = compressed_costs(COSTS, "bf16")
     assert (cost.sent_gradient_bytes, cost.sent_weight_bytes) == (2012, 2000)
     assert cost.error_bytes == 0
+
+
+# Activations
+
+PAIR = (
+    StageCost(
+        1.0,
+        2.0,
+        output_bytes=4000.0 + 8.0 + 40.0,
+        output_activations=((1000, 4), (4, 2)),
+    ),
+    # The gradient of 10 further numbers is exact; integers have none.
+    StageCost(
+        1.0,
+        2.0,
+        input_bytes=4000.0 + 8.0 + 40.0 + 24.0,
+        integer_input_bytes=24.0,
+        input_activations=((1000, 4), (4, 2)),
+    ),
+)
+
+
+@pytest.mark.parametrize(
+    ("compression", "n_bytes"),
+    [
+        ("none", 4008 + 40),
+        ("bf16", 2000 + 8 + 40),
+        ("int8", (4 * 4 + 1000) + (4 + 4) + 40),
+        ("int4", (4 * 4 + 500) + (4 + 2) + 40),
+    ],
+)
+def test_bytes_of_activations_by_hand(compression, n_bytes):
+    """1F1B on 2 ranks: each way a message for each of 3 micro-batches. Memory is the same."""
+    program = catalog.one_f_one_b(2, 3).lower(2).verify()
+    exact = simulate(program, PAIR, UNIT)
+    compressed = simulate(program, boundary_costs(PAIR, compression), UNIT)
+    assert compressed.bytes_sent() == (2 * 3 * n_bytes, 2 * 3 * n_bytes)
+    assert compressed.step_time <= exact.step_time
+    for rank in (0, 1):
+        assert compressed.peak_memory(rank) == exact.peak_memory(rank)
+
+
+def test_unknown_activations_are_one_tensor_of_32_bits():
+    cost = StageCost(1.0, 2.0, input_bytes=2000.0, output_bytes=4000.0)
+    (compressed,) = boundary_costs([cost], "int8")
+    assert compressed.sent_output_bytes == 4 * 4 + 1000
+    assert compressed.sent_input_gradient_bytes == 2 * 4 + 500
+
+
+def test_a_class_of_accuracy_says_in_how_many_bits_activations_are():
+    def words(compression, boundary_compression, is_late=False):
+        return accuracy_class(
+            compression, is_late=is_late, boundary_compression=boundary_compression
+        )
+
+    assert words("none", "int8") == "activations in 8 bits"
+    assert words("none", "bf16") == "activations in 16 bits"
+    assert words("none", "int4", is_late=True) == "late weights, activations in 4 bits"
+    assert words("bf16", "none") == "16-bit messages"
+    assert words("bf16", "int8") == "16-bit messages, activations in 8 bits"

@@ -57,6 +57,15 @@ def test_rows_are_of_the_steady_state_and_drawn_steps_of_their_number(table):
     assert row["accuracy"] == "late weights"
 
 
+def test_compressed_activations_are_named_where_they_are_sent(table):
+    compressed = replace(table, boundary_compression="int8")
+    *_, pipeline = compressed.rows_of("1F1B", catalog.one_f_one_b(2, 4))
+    *_, workers = compressed.rows_of("CDP", catalog.cyclic(2))
+    assert pipeline.accuracy == "activations in 8 bits"
+    assert workers.accuracy == "late weights"
+    assert compressed.rivals() == []
+
+
 def test_rivals_stand_beside_compressed_messages_alone(table):
     table.rows_of("CDP", catalog.cyclic(2, 1))
     assert table.rivals() == []

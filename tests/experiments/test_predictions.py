@@ -303,6 +303,30 @@ def test_simulate_prices_compressed_messages_and_their_rivals(tmp_path):
     refused("simulate", "compression=int8", "schedule=dp", *SMALL, match="int8")
 
 
+def test_simulate_prices_compressed_activations(tmp_path):
+    options = (*SMALL, "schedule=one_f_one_b", "stages=2", "microbatches=4")
+    options += ("hardware=ethernet_10",)
+    rows = {}
+    for compression in ("none", "bf16", "int4"):
+        given = f"boundary_compression={compression}"
+        _, row = complete("simulate", tmp_path / compression, *options, given)[
+            "metrics"
+        ]
+        rows[compression] = row
+    seconds = [row["ms a step"] for row in rows.values()]
+    assert seconds == sorted(seconds, reverse=True)
+    assert len({*seconds}) == 3
+    assert [row["accuracy"] for row in rows.values()] == [
+        "exact",
+        "activations in 16 bits",
+        "activations in 4 bits",
+    ]
+    given = "boundary_compression=int8"
+    refused("simulate", given, "schedule=cdp_v2", *SMALL, match="sends none")
+    width = "schedule=one_f_one_b", "width=2"
+    refused("simulate", given, *width, *SMALL, match="width=2 takes no boundary")
+
+
 def test_simulate_takes_the_delay_that_the_links_allow(tmp_path):
     options = (*SMALL, "stages=4", "microbatches=4", "partition=parameters")
     options += ("hardware.link_latency=0", "hardware.link_bandwidth=1e8")

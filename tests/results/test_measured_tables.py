@@ -15,6 +15,7 @@ STEPS = 3
 EXACT = "1F1B"
 WORKERS = "CDP-v2, AdamW, scores that are whole"
 PARTLY = "messages in 16 bits, activations computed again"
+STAGES = "four stages, activations in 8 bits"
 CASES = {
     EXACT: (),
     WORKERS: (
@@ -24,6 +25,7 @@ CASES = {
         "label_smoothing=0.1",
     ),
     PARTLY: ("runtime.compression=bf16", "checkpoint=all"),
+    STAGES: ("runtime.width=1", "stages=4", "runtime.boundary_compression=int8"),
 }
 WITHIN = 0.02
 
@@ -75,7 +77,7 @@ def measured(tmp_path_factory):
 def test_devices_hold_and_send_what_is_predicted(measured, name):
     rows, _, notes, _ = measured[name]
     assert notes == []
-    assert len(rows) == 2
+    assert len(rows) == (4 if name == STAGES else 2)
     # In CDP one rank updates for both.
     assert sum(row["optimizer_state"] for row in rows) > 0
     for row in rows:

@@ -113,6 +113,23 @@ def test_compressed_messages_follow_the_single_process(controller):
     assert found["ranks"].keys() == expected["ranks"].keys()
 
 
+def test_compressed_activations_follow_the_single_process(controller):
+    schedule = catalog.one_f_one_b(2, 4)
+    batches = models.make_batches(4)
+    list(controller.train(*arguments(schedule), batches, boundary_compression="int4"))
+    single = SingleProcess(
+        *arguments(schedule), order="scheduled", boundary_compression="int4"
+    )
+    list(single.run(batches))
+    assert_same(controller.module().state_dict(), single.module().state_dict(), 0, 0)
+    with pytest.raises(UserError, match="sends none"):
+        Controlled(
+            *arguments(catalog.cyclic(2)),
+            controller=controller,
+            boundary_compression="int4",
+        )
+
+
 def test_trainings_and_changed_functions_use_the_same_processes(controller):
     losses, processes = [], []
     for factor in (1.0, 2.0):

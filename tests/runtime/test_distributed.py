@@ -180,6 +180,7 @@ def test_a_rank_must_have_been_started(monkeypatch, program, advice):
 
 WRONG = {
     "compression": ("fp8", None),
+    "boundary_compression": ("topk", None),
     "chunk_mb": (0, -1.5, float("inf"), float("nan")),
     "per_machine": (-1,),
 }

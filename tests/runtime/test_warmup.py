@@ -5,6 +5,9 @@ import torch
 
 from tests.runtime import conform, models
 from toolkit.model.node_costs import meta_copy
+from toolkit.runtime import message_layout
+from toolkit.runtime.boundary_codes import BoundaryCodes
+from toolkit.runtime.quantization import quantize
 from toolkit.runtime.stage import StageRunner
 from toolkit.runtime.stage_layouts import find_layouts
 from toolkit.runtime.step_options import PLAIN, StepOptions
@@ -77,3 +80,20 @@ def test_every_stage_runs_both_ways_and_nothing_is_left(
         assert runner.optimizer is None or not runner.optimizer.state
         assert runner.take_statistics() == {}
         assert all(master.grad is None for master in runner.masters.values())
+
+
+def test_codes_of_what_is_sent_are_computed_too(monkeypatch):
+    """Stages 0 and 2 run here, and send to others; the rank also reads what stage 1 sends."""
+    runners, layouts, inputs = made(models.residual, models.make_batches(1)[0][0])
+    stages = models.cut(models.residual(), catalog.cyclic(N_STAGES))
+    codes = BoundaryCodes.of(stages, "int8")
+    n_numbers = []
+
+    def quantized(numbers, code):
+        n_numbers.append(len(numbers))
+        return quantize(numbers, code)
+
+    monkeypatch.setattr(message_layout, "quantize", quantized)
+    warm_up(runners, codes.layouts(layouts), inputs, CPU, [0, 2], [])
+    sent = [layouts.activations[stage].n_bytes // 8 for stage in (0, 2)]
+    assert n_numbers == sent

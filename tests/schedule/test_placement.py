@@ -1,13 +1,22 @@
 """Where ops run: ranks by closed form, and no rank does two things at once."""
 
 from itertools import product
+from math import lcm
 
 import pytest
 from hypothesis import given
 
 from tests.schedule.strategies import quick, schedules, split
 from toolkit.errors import UserError
-from toolkit.schedule import PLACEMENTS, Assigned, Schedule, catalog, timing
+from toolkit.schedule import (
+    PLACEMENTS,
+    Action,
+    Assigned,
+    Buffer,
+    Schedule,
+    catalog,
+    timing,
+)
 from toolkit.schedule.reduction_order import share_ends
 
 TIMINGS = {
@@ -76,6 +85,19 @@ def test_refuses_exactly_what_collides(rule, s, m):
 @quick
 def test_no_accepted_schedule_collides(schedule):
     assert not collide(schedule.timing, schedule.rank, 12)
+
+
+@given(schedules(placements=PLACEMENTS))
+@quick
+def test_says_whether_programs_send_activations(schedule):
+    n_steps = lcm(*map(schedule.layout.turns, range(schedule.n_stages)))
+    sent = {
+        i.buffer
+        for instructions in schedule.lower(n_steps).ranks
+        for i in instructions
+        if i.action == Action.SEND
+    }
+    assert schedule.layout.sends_activations == (Buffer.ACTIVATION in sent)
 
 
 @pytest.mark.parametrize("placement", PLACEMENTS)

@@ -3,7 +3,7 @@
 from pathlib import Path
 from typing import NamedTuple
 
-from toolkit.cost import Costs
+from toolkit.cost import Costs, boundary_costs
 from toolkit.cost.timeline import ACTIVATIONS, WEIGHTS, Timeline
 from toolkit.errors import first_line
 from toolkit.files import note_write_errors, write_csv
@@ -81,7 +81,7 @@ def _stages_and_costs(measured: Measurements, run: TrainingRun) -> tuple[Stages,
     world = run.runtime.world
     # A process of a job has no process group of its own, but a mesh that moves nothing.
     mesh = world.row.trace if isinstance(world, Column) else None
-    return stages_and_costs(
+    stages, costs = stages_and_costs(
         run.build_model(),
         measured.schedule,
         run.samples.form,
@@ -89,6 +89,9 @@ def _stages_and_costs(measured: Measurements, run: TrainingRun) -> tuple[Stages,
         width=width_of(getattr(run.runtime, "width", 1)),
         mesh=mesh,
     )
+    options = run.recorded_options.get("runtime") or {}
+    boundary_compression = options.get("boundary_compression", "none")
+    return stages, boundary_costs(costs, boundary_compression)
 
 
 def _add_predictions(
@@ -106,7 +109,7 @@ def _add_predictions(
         if run.options.checkpoint == "none":
             row["predicted_activations"] = predicted.peak_memory(rank, ACTIVATIONS)
         row["predicted_weights"] = predicted.peak_memory(rank, WEIGHTS)
-        # Costs are those of whole messages.
+        # Costs are those of whole messages of gradients and weights.
         if not is_compressed:
             row["predicted_bytes_sent"] = sent_bytes[rank]
 
