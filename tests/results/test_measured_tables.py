@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.thorough import THOROUGH
 from tests.training.test_devices import DEVICES, TEXT, built
 from toolkit.results import Tracker
 from toolkit.results.measured_tables import write_measured
@@ -25,8 +26,13 @@ CASES = {
         "label_smoothing=0.1",
     ),
     PARTLY: ("runtime.compression=bf16", "checkpoint=all"),
-    STAGES: ("runtime.width=1", "stages=4", "runtime.boundary_compression=int8"),
 }
+if THOROUGH:
+    CASES[STAGES] = (
+        "runtime.width=1",
+        "stages=4",
+        "runtime.boundary_compression=int8",
+    )
 WITHIN = 0.02
 
 
