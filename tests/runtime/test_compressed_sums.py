@@ -40,6 +40,8 @@ if THOROUGH:
         ("v2 and model parallel", "int4"),
         ("v1 circulating", "topk"),
     ]
+# Gradients, weights and activations, all in few bits.
+ALL = "v2 and model parallel"
 N_STEPS, N_BEFORE = 6, 3
 
 
@@ -108,6 +110,14 @@ def job():
         compression="int4",
         overlap=False,
     )
+    if THOROUGH:
+        found["all"] = trained(
+            SCHEDULES[ALL],
+            Distributed,
+            world=world,
+            compression="int4",
+            boundary_compression="int8",
+        )
     found["bytes"] = {case: sent(world, *case) for case in (*CASES, ("v1", "none"))}
     return found
 
@@ -153,10 +163,20 @@ def alone():
         SCHEDULES["v1"], SingleProcess, token_mean, compression="int8", **options
     )
     by_case["in order"] = by_case["v1 rotated", "int4"]
+    if THOROUGH:
+        by_case["all"] = trained(
+            SCHEDULES[ALL],
+            SingleProcess,
+            compression="int4",
+            boundary_compression="int8",
+            **options,
+        )
     return by_case
 
 
-@pytest.mark.parametrize("case", [*CASES, "counted", "in order"], ids=str)
+@pytest.mark.parametrize(
+    "case", [*CASES, "counted", "in order", *["all"] * THOROUGH], ids=str
+)
 def test_ranks_follow_the_trajectory_of_one_process(found, alone, case):
     expected, state, resumed, (kept, _) = alone[case]
     models.assert_same(resumed, expected, 0, 0)

@@ -302,6 +302,7 @@ def test_errors_of_steps_that_another_rank_may_still_read():
         ({"rule": "dp", "state": "sharded"}, "cdp_v1"),
         ({"rule": catalog.cyclic(2, groups=1)}, "cdp_v1"),
         ({"rule": "cdp_v1", "compression": "int3"}, "int3"),
+        ({"compression": "none", "boundary_compression": "int8"}, "CDP-v2 sends none"),
     ],
 )
 def test_refuses_what_is_not_handed_on_as_the_loop_begins(arguments, words):
