@@ -202,7 +202,8 @@ def test_costs_are_measured_while_ranks_train(ranks):
 
 
 def test_a_slow_rank_is_one_of_lower_speed():
-    layout = type("Sized", (), {"n_bytes": 8})()
+    # Of 32 bytes that travel as 8, where it is compressed.
+    layout = type("Sized", (), {"n_bytes": 8, "whole_bytes": 32})()
     layouts = Layouts(
         (layout,) * 2, (layout,) * 2, (1, 1), (layout,) * 2, (layout,) * 2
     )
@@ -217,6 +218,8 @@ def test_a_slow_rank_is_one_of_lower_speed():
     measured = [fast, fast, {key: 2 * seconds for key, seconds in fast.items()}]
     costs, hardware = running_costs(measured, layouts, 0.25, 1e3)
     assert [cost.seconds(hardware) for cost in costs] == [(1.0, 1.5), (3.0, 4.0)]
+    assert (costs[0].output_bytes, costs[0].sent_output_bytes) == (32, 8)
+    assert (costs[1].input_bytes, costs[1].sent_input_gradient_bytes) == (32, 8)
     assert hardware.speeds == [1.0, 1.0, 0.5]
     assert hardware.message(500) == 0.75
     assert hardware.memory_bandwidth == costs[0].update_bytes() / 2
