@@ -17,6 +17,7 @@ from torch.distributed.tensor.parallel import (
 from torch.nn import functional as F
 
 from tests.thorough import THOROUGH
+from toolkit.errors import UserError
 from toolkit.model import partition
 from toolkit.model.loss_parallel import LossParallel
 from toolkit.runtime import Distributed, SingleProcess, StepOptions, join
@@ -209,6 +210,32 @@ def trained(name, runtime, **options):
     for result in made.run([(tokens[:, :-1], tokens[:, 1:])] * 3):
         losses.append(result.losses)
     return made, losses
+
+
+def parallelize_q_alone(stage, mesh):
+    """Keys and values keep all heads."""
+    parallelize_module(stage, mesh, {"layers.0.attention.wq": ColwiseParallel()})
+
+
+def parallelize_scores(stage, mesh):
+    """Each device has the scores of some words, as the plan for a loss that takes shards."""
+    parallelize(stage, mesh, ColwiseParallel())
+
+
+def refused_plans():
+    """What is said of each plan that would go wrong, or fail within torch."""
+    world = join(device="cpu")
+    errors = {}
+    for name, plan in (
+        ("q alone", parallelize_q_alone),
+        ("scores", parallelize_scores),
+    ):
+        CASES[name] = catalog.data_parallel(1), Llama, plan
+        try:
+            trained(name, Distributed, world=world)
+        except UserError as error:
+            errors[name] = str(error)
+    return errors
 
 
 def on_devices():

@@ -33,6 +33,35 @@ def test_refuses_a_plan_for_modules_that_a_stage_does_not_call():
             parallelized(meta_copy(stage), mesh, shares_inputs)
 
 
+def test_refuses_a_plan_for_tied_weights_that_torch_export_has_traced():
+    transformers = pytest.importorskip("transformers")
+    sizes = {"hidden_size": 16, "num_attention_heads": 2, "num_key_value_heads": 2}
+    config = transformers.LlamaConfig(
+        **sizes,
+        intermediate_size=8,
+        num_hidden_layers=1,
+        vocab_size=11,
+        use_cache=False,
+        tie_word_embeddings=True,
+    )
+    model = transformers.LlamaForCausalLM(config)
+    (stage,) = partition(model, 1, {"input_ids": torch.zeros(2, 4, dtype=torch.long)})
+    with (
+        mesh_without_messages(2) as mesh,
+        pytest.raises(UserError, match=r"model\.embed_tokens"),
+    ):
+        parallelized(meta_copy(stage), mesh, small_llama.parallelize_transformers)
+
+
+def test_refuses_plans_that_do_not_fit():
+    """A loss of local scores as if they were all would train wrongly, and say nothing."""
+    for device, errors in enumerate(launch(small_llama.refused_plans, 2)):
+        assert "stage 0" in errors["q alone"]
+        # The second device has the smaller half of eleven words.
+        assert f"[2, 6, {6 - device}]" in errors["scores"]
+        assert "[2, 6, 11]" in errors["scores"]
+
+
 @pytest.fixture(scope="module")
 def on_devices():
     return launch(small_llama.on_devices, 4)

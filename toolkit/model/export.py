@@ -212,10 +212,11 @@ class _Rewriter:
         place = paths[-1]
         if weight.target != f"{place}.weight" or len(weight.users) > 1:
             return None
-        # A subclass, a parametrization or a hook computes something else, or more.
+        # A subclass, a parametrization, a hook or a forward of its own computes something else, or
+        # more, and the graph has that already.
         layer = self.model.get_submodule(place)
-        has_hooks = layer._forward_hooks or layer._forward_pre_hooks
-        if type(layer) not in _LAYERS or has_hooks:
+        is_changed = layer._forward_hooks or layer._forward_pre_hooks
+        if type(layer) not in _LAYERS or is_changed or "forward" in vars(layer):
             return None
         self.attributes[place] = layer
         call = self.graph.call_module(place, (self._copied(node.args[1 - position]),))

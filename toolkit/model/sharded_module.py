@@ -16,7 +16,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.distributed.tensor.placement_types import Placement
 
-from toolkit.errors import UserError
+from toolkit.errors import UserError, first_line
 from toolkit.model.gathered_weights import GatheredWeight
 
 
@@ -180,7 +180,15 @@ def parallelized(
     """
     # Noted before the plan runs, which may replace parameters.
     trained = {name for name, p in stage.named_parameters() if p.requires_grad}
-    result = parallelize(stage, mesh)
+    try:
+        result = parallelize(stage, mesh)
+    except NotImplementedError as error:  # of torch's styles
+        raise UserError(
+            f"parallelize: {first_line(error)} The traced stage calls functions in place of"
+            f" {_uncalled_modules(stage)}: their weights are tied, or their layers are of another"
+            " kind. Leave them out of the plan, or take shard_parameters of"
+            " toolkit.model.gathered_weights"
+        ) from error
     if isinstance(result, fx.GraphModule):
         stage = result
     # torch's SequenceParallel makes new parameters that all need a gradient.
@@ -202,6 +210,16 @@ def parallelized(
             )
     _check_hooks_run(stage)
     return stage
+
+
+def _uncalled_modules(stage: fx.GraphModule) -> str:
+    """Return the names of some modules of which the stage has the weights alone."""
+    names = []
+    for name, module in stage.named_modules():
+        # torch.fx makes such a module to hold what a graph reads by a dotted name.
+        if type(module) is nn.Module and module._parameters:
+            names.append(name)
+    return ", ".join(names[:3]) or "some modules"
 
 
 def _check_hooks_run(stage: fx.GraphModule) -> None:

@@ -4,7 +4,7 @@ import copy
 import hashlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
@@ -14,8 +14,10 @@ from torch.utils._pytree import tree_map_only
 
 from toolkit.errors import UserError
 from toolkit.model import Stages
+from toolkit.model.generators import kept_generators
 from toolkit.model.sharded_module import Sharding
 from toolkit.runtime.losses import CheckedLoss
+from toolkit.runtime.message_layout import Layout
 from toolkit.runtime.process_group.columns import Column, Parallelize, Row
 from toolkit.runtime.sharded_loss import ShardedLoss
 from toolkit.runtime.sharded_stage import ShardedStage
@@ -67,6 +69,30 @@ class DeviceRow:
         if last_stage.gathers:
             return loss
         return ShardedLoss(loss, last_stage, self.row.compute)
+
+    def check_outputs(self, inputs: Sequence[Tensor], found: Layout) -> None:
+        """Raise UserError unless the loss gets what the whole model returns.
+
+        A plan that leaves a shard of the scores on each device would train by a part of the loss.
+
+        Args:
+            inputs: of a micro-batch, on the meta device.
+            found: outputs of the last stage on a device.
+        """
+        if not self.stages[-1].skeleton.gathers:
+            return  # its loss takes shards
+        values = tuple(inputs)
+        with kept_generators(values):
+            for stage in self.stages:
+                values = stage.whole_stage(*values)
+        for tensor in found.tensors:
+            whole_shape = tuple(values[cast(int, tensor.place)].shape)
+            if tensor.shape != whole_shape:
+                raise UserError(
+                    f"parallelize: got outputs {[*tensor.shape]} of the last stage on each device,"
+                    f" expected {[*whole_shape]} as of the whole model. Give their module"
+                    " output_layouts=Replicate(), or see toolkit.model.loss_parallel"
+                )
 
     def shardings(self) -> list[Sequence[Sharding | None]]:
         """Return how the inputs of each stage lie."""

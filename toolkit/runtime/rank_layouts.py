@@ -150,6 +150,8 @@ class RankLayouts:
             layouts = find_layouts(
                 self._skeletons, inputs, self._wire, device, sharded_stages
             )
+        if self._row is not None:
+            self._row.check_outputs(inputs, layouts.activations[-1])
         for compressor in self._compressors.values():
             layouts = layouts.with_compression(
                 compressor.sums.code, compressor.weights.code

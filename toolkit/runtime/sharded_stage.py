@@ -40,6 +40,7 @@ class ShardedStage:
     Attributes:
         compute: computes with messages.
         skeleton: finds shapes without messages, on meta or fake tensors.
+        whole_stage: the stage before the plan, on the meta device.
         shardings: of each trained weight, by name.
 
     Raises:
@@ -55,6 +56,7 @@ class ShardedStage:
         is_last: bool,
     ) -> None:
         self.row = row
+        self.whole_stage = meta_copy(stage)
         gathers = is_last and not is_loss_parallel(parallelize)
         self.compute = ShardedModule(
             _parallelized(_with_meta_weights(stage), row.compute, parallelize, row),

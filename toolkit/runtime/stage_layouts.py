@@ -1,6 +1,8 @@
 """Finds the layouts of all messages, by a run of the stages without memory or values."""
 
-from collections.abc import Sequence
+import logging
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from itertools import chain
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -8,6 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
+from toolkit.errors import UserError, first_line
 from toolkit.model.node_costs import differentiable
 from toolkit.runtime.message_layout import Layout, Layouts
 from toolkit.runtime.microbatch_norm import MicrobatchNorm, take_statistics
@@ -137,9 +140,33 @@ def _sharded_forward(
     # Only here: to import torch's DTensors takes a second.
     from toolkit.runtime.sharded_stage import pass_shardings_on
 
-    outputs: Values = stages[index].skeleton(tensors, inputs)
+    try:
+        with _quiet_fakes():
+            outputs: Values = stages[index].skeleton(tensors, inputs)
+    except UserError:
+        raise
+    except (
+        Exception
+    ) as error:  # the plan is the user's, and torch checks it by what fails
+        raise UserError(
+            f"parallelize: got a plan with which stage {index} cannot run:"
+            f" {first_line(error).rstrip('.')}. Its modules have to fit together, such as q, k and v"
+            " of an attention, and sizes that devices share to be multiples of the width"
+        ) from error
     pass_shardings_on(stages, index)
     return outputs
+
+
+@contextmanager
+def _quiet_fakes() -> Iterator[None]:
+    """Discard torch's tracebacks of operations that fail on fake tensors: the error says it."""
+    logger = logging.getLogger("torch._subclasses.fake_tensor")
+    level = logger.level
+    logger.setLevel(logging.CRITICAL)
+    try:
+        yield
+    finally:
+        logger.setLevel(level)
 
 
 def _next_inputs(outputs: Values) -> Values:
