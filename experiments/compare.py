@@ -141,12 +141,14 @@ def main(config: DictConfig) -> Ended:
 
 def print_stop(stopped: "StoppedError", folder: Path) -> None:
     """Print, once for all ranks, why the comparison ends and how it continues."""
+    from toolkit.cli.resume import trust_option
     from toolkit.results.provenance import resume_command
 
     if is_rank_zero():
         lost = "" if stopped.saved else "the run under way is not saved; "
         show(f"stopped by {stopped}; {lost}it continues by:", file=sys.stderr)
-        show(f"  {resume_command(folder)}", file=sys.stderr)
+        command = resume_command(folder) + trust_option(folder, "compare")
+        show(f"  {command}", file=sys.stderr)
 
 
 def print_notes(notes: Iterable[str]) -> None:

@@ -24,6 +24,7 @@ from toolkit.cli import (
     is_rank_zero,
     output_folder,
 )
+from toolkit.cli.resume import trust_option
 from toolkit.cli.sweeps import mark_failed
 from toolkit.format import (
     delay_table,
@@ -87,7 +88,8 @@ def main(config: DictConfig) -> Ended:
                 recorder.upload_weights()
                 saved = "nothing is saved: start it again"
                 if stopped.saved:
-                    saved = f"it continues by:\n  {resume_command(folder)}"
+                    command = resume_command(folder) + trust_option(folder, "train")
+                    saved = f"it continues by:\n  {command}"
                 stop_text = f"stopped by {stopped}; {saved}"
         if stop_text:
             if is_rank_zero():

@@ -34,7 +34,7 @@ from toolkit.cli.refused_folders import (
     snapshot,
     sweep_refused,
 )
-from toolkit.cli.resume import resume_arguments
+from toolkit.cli.resume import resume_arguments, resuming
 from toolkit.cli.sweeps import Status, Sweep, alone_in, write_status
 from toolkit.errors import UserError, suggest
 from toolkit.files import EXPERIMENTS, conf, started_by
@@ -336,7 +336,7 @@ class _CommandLine:
             return f"the same command with 'hydra.run.dir={folder}' continues it"
         if "resume" not in config or not resumable_in(folder):
             return "nothing is saved: start it again"
-        return f"it continues by:\n  {started_by(self._name)} {shlex.quote(f'resume={folder}')}"
+        return f"it continues by:\n  {started_by(self._name)} {resuming(folder, self._name)}"
 
     def _run_of_sweep(self, config: DictConfig) -> Ended:
         """Skip a finished run, resume one with a checkpoint; report errors and continue."""

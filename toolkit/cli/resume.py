@@ -59,6 +59,23 @@ def resume_arguments(arguments: Sequence[str], experiment: str) -> list[str]:
     ]
 
 
+def trust_option(folder: Path, experiment: str) -> str:
+    """Return `` trust=true`` if a command that resumes the run in ``folder`` needs it, else "".
+
+    A run of the user's own model does: its options name code.
+    """
+    try:
+        resume_arguments([f"resume={quoted(str(folder))}"], experiment)
+    except UserError:
+        return " trust=true"
+    return ""
+
+
+def resuming(folder: Path, experiment: str) -> str:
+    """Return the options that resume the run in ``folder``, quoted for a shell."""
+    return shlex.quote(f"resume={folder}") + trust_option(folder, experiment)
+
+
 def _resumed_folder(name: str) -> Path:
     """Return the folder that ``resume=NAME`` means; raise UserError if there is none."""
     folder = Path(name)

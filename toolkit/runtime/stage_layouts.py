@@ -150,8 +150,8 @@ def _sharded_forward(
     ) as error:  # the plan is the user's, and torch checks it by what fails
         raise UserError(
             f"parallelize: got a plan with which stage {index} cannot run:"
-            f" {first_line(error).rstrip('.')}. Its modules have to fit together, such as q, k and v"
-            " of an attention, and sizes that devices share to be multiples of the width"
+            f" {first_line(error).rstrip('.')}. Its modules have to fit together, such as q, k and"
+            " v of an attention, and sizes that devices share to be multiples of the width"
         ) from error
     pass_shardings_on(stages, index)
     return outputs
