@@ -143,6 +143,7 @@ def one_round(
     folder: Path,
 ) -> Round:
     """Start a job and break it; keep the output of one that does not pass in ``folder``."""
+    # Each round draws for itself, so that it can be repeated alone.
     chance = random.Random(f"{seed} {fault} {number}")
     alone = fault == "no_port"
     # Rank 0 alone would listen itself.
@@ -208,6 +209,7 @@ def _alone(
                 outcome.problems.append("the rank did not try to connect")
                 return
             time.sleep(0.02)
+        # The rank has printed the wall clock's time, and all others here are of the monotonic one.
         start = time.monotonic() - (time.time() - float(line[1]))
         _await_end(outcome, job, job.running(), start, config)
         outcome.place = f"localhost:{port}"
@@ -217,8 +219,10 @@ def _await_end(
     outcome: Round, job: Job, ranks: list[Process], start: float, config: DictConfig
 ) -> None:
     """Wait for the end of all processes, and note when it came."""
+    # Longer than a round may take: a late end is then measured, and not taken for no end.
     patience = config.timeout + max(config.margin, _END)
     while job.status is None and time.monotonic() - start < patience:
+        # torchrun ends later than the ranks: it looks only from time to time.
         if outcome.ranks_seconds is None and all(rank.gone for rank in ranks):
             outcome.ranks_seconds = round(time.monotonic() - start, 2)
         time.sleep(0.02)
@@ -238,6 +242,8 @@ def find_problems(outcome: Round, bar: float) -> list[str]:
     if len(outcome.messages) != 1:
         return [f"{len(outcome.messages)} lines begin with error:"]
     (message,) = outcome.messages
+    # Ranks in the subject of the sentence. What follows it also names those that waited. A cut
+    # connection has two ends, and either may be at fault.
     blamed = re.findall(r"\d+", re.split(" is lost| has | cannot ", message)[0])
     is_named = str(outcome.rank) in blamed and (
         outcome.fault == "cut" or len(blamed) == 1

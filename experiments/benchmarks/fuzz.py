@@ -82,6 +82,7 @@ _ALLOWED_PROGRAMS = ("git", "uname")  # of a result's provenance
 
 def run(config: DictConfig, device: torch.device, seed: int) -> list[dict[str, Any]]:
     """Return a row: the number of command lines by outcome, and the shortest that fails."""
+    # Imported once, before the processes are forked: an import takes longer than a command.
     for module in (*QUICK_OPTIONS, *PRELOADED):
         importlib.import_module(module)
     check_counts(config, "command_lines", of="bench.")
@@ -162,6 +163,7 @@ def _run_in_child(folder: Path, log: Path, name: str, options: tuple[str, ...]) 
     """Run the experiment and end this process."""
     status = 1
     try:
+        # A group of its own, so that one signal ends it and all that it starts.
         os.setpgid(0, 0)
         os.chdir(folder)
         resource.setrlimit(resource.RLIMIT_AS, (_MAX_MEMORY, _MAX_MEMORY))
@@ -183,6 +185,7 @@ def _run_in_child(folder: Path, log: Path, name: str, options: tuple[str, ...]) 
     finally:
         sys.stdout.flush()
         sys.stderr.flush()
+        # Not sys.exit: the handlers and the test session of the parent are in this copy, too.
         os._exit(status)
 
 
@@ -206,6 +209,7 @@ def _report_escapes(folder: Path) -> Callable[[str, tuple[Any, ...]], None]:
 def judge(status: int | None, output: str) -> str:
     """Return the outcome of a command; raise AssertionError on a failure."""
     if status is None:
+        # A progress bar, such as " 42%|".
         assert re.search(r"\d ?%\|", output), f"silent: {output[-300:]}"
         return "long"
     assert "Traceback" not in output, f"traceback: {output[-600:]}"
@@ -217,6 +221,7 @@ def judge(status: int | None, output: str) -> str:
     lines = [
         line
         for line in message.strip().splitlines()
+        # Rows of a schedule's grid, which a refusal may print, are no sentences.
         if not line.startswith(("rank ", " "))
     ]
     assert len(lines) <= _MAX_LINES, f"{len(lines)} lines: {message[:600]}"
@@ -286,6 +291,7 @@ def _option(experiment: str) -> Any:
         if choice not in _SLOW_CHOICES
     ]
     return st.one_of(
+        # 12 of 17: Hydra refuses most of the others before the experiment sees them.
         *[values.map("=".join)] * 12,
         st.tuples(st.sampled_from(lengths or drawn_names), st.sampled_from("0123")).map(
             "=".join
@@ -306,5 +312,6 @@ def run_line(line: list[str]) -> str:
         paths = [
             path.name for path in Path(scratch).iterdir() if path.name != "log.txt"
         ]
+        # A command that is refused must not leave a folder that looks like a run.
         assert outcome != "refused" or not paths, f"a refused line left {paths}"
         return outcome
