@@ -119,8 +119,8 @@ def _quadratic(n: int) -> _Case:
         while len(largest_losses) < _LONG // _WINDOW:
             largest_losses.append(max(next(losses) for _ in range(_WINDOW)))
             ratio = largest_losses[-1] / largest_losses[0] if largest_losses[0] else inf
-            # Also true of NaN. A loss that stays within both bounds is judged by its last window and
-            # the third of ten, since the first ones have the transients of the start.
+            # Also true of NaN. A loss that stays within both bounds is judged by its last window
+            # and the third of ten, since the first ones have the transients of the start.
             if not ratio < 1e4:
                 return False
             if ratio < 1e-6:
