@@ -79,11 +79,13 @@ def main(config: DictConfig) -> None:
     device_name = describe(device) if measured else "meta tensors"
     least_peaks: list[dict[str, Any]] = []
     if config.extra_time is not None:
+        # The choice needs shapes only, also where the time axis was measured.
         meta_example = form.example(config.batch, "meta")
         least_peaks, commands = compute_again(
             config, model.to("meta"), meta_example, workers, hardware, folder
         )
         records += [{"axis": "stages", **row} for row in least_peaks]
+        # Both kinds of rows go into one table, and so have the same columns.
         columns = dict.fromkeys(column for record in records for column in record)
         records = [columns | record for record in records]
     # Only now, since the options of stages may be refused above.

@@ -51,5 +51,6 @@ def job_steps(world: "World", moments: Sequence[float]) -> list[float]:
         world: the ranks.
         moments: when steps of this rank ended, by time.monotonic(), which ranks of a machine share.
     """
+    # A step has ended when its last rank has: a rank alone may be ahead of the others.
     last_ends = [max(ends) for ends in zip(*world.gather(moments), strict=True)]
     return [end - begin for begin, end in pairwise(last_ends)]
