@@ -55,6 +55,7 @@ def shorten(cell: object) -> object:
 if __name__ == "__main__":
     if len(sys.argv) == 1:
         sys.argv.append("--help")
+    # `bench links` is short for `bench bench=links`.
     if sys.argv[1].isidentifier():
         sys.argv[1] = f"bench={sys.argv[1]}"
     main()

@@ -124,7 +124,6 @@ def main(config: DictConfig) -> Ended:
         print_stop(stopped, folder)
         return Ended(EXIT_STOPPED)
     if not is_rank_zero():
-        # All ranks train, and one concludes.
         return Ended()
 
     # 3. Compare.

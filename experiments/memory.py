@@ -85,7 +85,6 @@ def main(config: DictConfig) -> None:
             config, model.to("meta"), meta_example, workers, hardware, folder
         )
         records += [{"axis": "stages", **row} for row in least_peaks]
-        # Both kinds of rows go into one table, and so have the same columns.
         columns = dict.fromkeys(column for record in records for column in record)
         records = [columns | record for record in records]
     # Only now, since the options of stages may be refused above.

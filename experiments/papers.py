@@ -55,6 +55,7 @@ def main(config: DictConfig) -> None:
     different = [cells_of(value) for value in values if not is_equal(value)]
     if different:
         show(f"What differs:\n\n{table(different)}\n")
+    # One reason may explain several values.
     for note in dict.fromkeys(value.note for value in values if not is_equal(value)):
         show(f"note: {note}")
     show(f"\n{LEGEND}\n\nall {len(values)} values are in {folder}/papers.csv")

@@ -85,7 +85,6 @@ def main(config: DictConfig) -> None:
     check_boundary_compression(
         config.boundary_compression, schedules.values(), config.width
     )
-    # The meta device has shapes and no data: any model fits, and nothing is computed.
     device = pick_device(config.device) if config.measured else torch.device("meta")
     hardware = build_hardware(config.hardware)
     width = Width(config.width, hardware, config.width_efficiency)

@@ -178,17 +178,20 @@ def _broken(
     start.write_text(START_TOGETHER)
     command = [*torchrun(config.ranks, f"--master-port={port}"), str(start), *training]
     with Job(command, output) as job:
+        # 1. Wait until training is under way, and then for a random moment of it.
         ranks = ranks_at_work(job, port, config.ranks, UNDER_WAY, _PATIENCE)
         job.running()  # so that all are known
         time.sleep(outcome.delay)
         if not ranks or any(rank.process.gone for rank in ranks):
             outcome.problems.append("training did not begin, or ended before the fault")
             return
+        # 2. Break it, and wait for the end.
         victim = ranks[outcome.rank]
         _BREAK[outcome.fault](victim, port)
         _await_end(
             outcome, job, [rank.process for rank in ranks], time.monotonic(), config
         )
+        # The record of the rank outlives it: it says where the rank was.
         outcome.place = victim.place
 
 
@@ -229,6 +232,7 @@ def _await_end(
     if (status := job.status) is not None:
         outcome.status, outcome.seconds = status, round(time.monotonic() - start, 2)
         outcome.ranks_seconds = outcome.ranks_seconds or outcome.seconds
+    # Processes that end with the command may take a moment longer.
     end = time.monotonic() + _LEAVE
     while job.running() and time.monotonic() < end:
         time.sleep(0.1)

@@ -139,6 +139,7 @@ def run_command(folder: Path, name: str, *options: str) -> tuple[int | None, str
     None. It prints a line that begins with AUDIT if it starts a program or writes elsewhere.
     """
     log = folder / "log.txt"
+    # Or text that waits in the buffers would also come out of the child.
     sys.stdout.flush()
     sys.stderr.flush()
     process = os.fork()
@@ -154,6 +155,7 @@ def run_command(folder: Path, name: str, *options: str) -> tuple[int | None, str
         time.sleep(0.005)
     with suppress(ProcessLookupError):  # also what the process has started
         os.killpg(process, signal.SIGKILL)
+    # It was killed just now, and stays as a zombie until its status is read.
     if status is None:
         os.waitpid(process, 0)
     return status, log.read_text(errors="replace")
@@ -191,6 +193,7 @@ def _run_in_child(folder: Path, log: Path, name: str, options: tuple[str, ...]) 
 
 def _report_escapes(folder: Path) -> Callable[[str, tuple[Any, ...]], None]:
     """Return an audit hook that prints programs started and files written outside ``folder``."""
+    # Python's temporary files are in /tmp/tmp...
     allowed_folders = (f"{folder.resolve()}/", "/dev/", "/proc/", "/tmp/tmp")
 
     def hook(event: str, arguments: tuple[Any, ...]) -> None:
@@ -280,6 +283,7 @@ def command_lines() -> Any:
 
 def _option(experiment: str) -> Any:
     names = [name.replace("NAME", "dp") for name in schema.option_names(experiment)]
+    # Options that may make a run long only get the values 0 to 3.
     lengths = [name for name in names if name.rpartition(".")[2] in _LENGTHS]
     drawn_names = [name for name in names if name not in (*lengths, *_NOT_TRIED)]
     values = st.tuples(st.sampled_from(drawn_names), _VALUES)

@@ -180,6 +180,7 @@ def make(task: Task, name: str, link: Link | None, world: World) -> Train:
     runtime = method.runtime(
         stages, schedule, momentum_sgd, F.cross_entropy, world=world, **options
     )
+    # One batch over and over: what is learned does not matter here.
     return lambda n_steps: runtime.run([(images, classes)] * n_steps)
 
 
