@@ -42,6 +42,7 @@ def main(config: DictConfig) -> int:
         {column: shorten(cell) for column, cell in row.items()} for row in rows
     ]
     show(f"\n{table(short_rows)}\n\n{describe(device)}\nwritten to {folder}")
+    # Benches that judge what they measure have a column `failed`.
     return int(any(row.get("failed") for row in rows))
 
 

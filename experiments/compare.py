@@ -184,6 +184,7 @@ def train(
     # Trials take rates that are too large on purpose, and resumed runs had their warning.
     if config.stability and not config.resume and not are_trials and is_rank_zero():
         build_run = with_rate_checks(build_run, trained.notes)
+    # Of each seed all rules come before the next seed: a comparison that is stopped has pairs.
     keys = comparison.unfinished(options, runs, saved_keys)
     n_processes = min(config.parallel, len(keys))
     if n_processes > 1:

@@ -154,6 +154,7 @@ def _corrections(
     DP has nothing to predict: predicted, it would be DP with Nesterov momentum, which is another
     rule already.
     """
+    # A job for each number of seeds, so that whatever a slice ends with is a whole comparison.
     for n_seeds in range(1, 4):
         yield _compare(
             name,

@@ -83,6 +83,7 @@ def chosen_papers(config: DictConfig) -> list[Path]:
 
 def is_equal(value: "PublishedValue") -> bool:
     """Whether ours is the published value, to its digits."""
+    # Of a value near 0, such as an idle share, half a per cent is less than its last digit.
     return abs(value.difference) <= max(_DIGITS, EQUAL * abs(value.value))
 
 

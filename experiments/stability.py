@@ -121,6 +121,7 @@ def limits(
 
     dp = catalog.data_parallel(schedule.n_microbatches, n_stages=schedule.n_stages)
     row: dict[str, Any] = {}
+    # Both forms in any case, since they decide how much delay lowers the rate.
     for form, nesterov in _FORMS:
         certify = partial(largest_stable_rate, momentum=momentum, nesterov=nesterov)
         certificate = certify(schedule)

@@ -190,6 +190,7 @@ def _ids(n: int) -> Tensor:
 
 
 def _mask(n: int) -> Tensor:
+    # Sequences of unequal lengths, padded at their ends.
     lengths = torch.randint(_TOKENS // 2, _TOKENS + 1, (n, 1))
     return (torch.arange(_TOKENS) < lengths).long()
 

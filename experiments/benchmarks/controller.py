@@ -220,6 +220,7 @@ def _ends(options: dict[str, Any], seed: int) -> list[dict[str, Any]]:
         [*islice(cycle(ENDS), options["ends"])], unit="controller", leave=False
     ):
         end = _kill_caller if way == "caller killed" else partial(_end, way)
+        # Timed from the end of the controller until no process is left.
         processes = end(options, seed)
         start = time.perf_counter()
         while not all(process.gone for process in processes):

@@ -174,6 +174,7 @@ def _broken(
     outcome: Round, config: DictConfig, training: list[str], output: Path
 ) -> None:
     """Train under torchrun until the fault and its end."""
+    # The port of torchrun's store is chosen here, so that this process can ask the store, too.
     port, start = free_port(), output.with_name("start.py")
     start.write_text(START_TOGETHER)
     command = [*torchrun(config.ranks, f"--master-port={port}"), str(start), *training]

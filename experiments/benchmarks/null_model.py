@@ -100,6 +100,7 @@ def count(program: Program, stages: Stages, costs: Costs) -> np.ndarray:
                 counts += [0, 0, 1, n_bytes[i.buffer][i.stage], 0]
             elif i.action == Action.UPDATE:
                 counts[4] += 1
+    # The mean over ranks: costs are per stage, and cannot differ by rank.
     return counts / len(program.ranks) / program.n_steps
 
 
@@ -214,6 +215,7 @@ def measure_overhead(
             # The slower rank counts on both sides: a measured step is that of the slowest, too.
             each.seconds.append(measured - max(world.gather(simulated)))
     counts = [count(each.program, each.stages, each.costs) for each in trainings]
+    # Of the differences and not of each side: costs and steps of one round met the same load.
     seconds = [median(each.seconds) for each in trainings]
     return solve(np.array(counts), np.array(seconds))
 

@@ -46,6 +46,7 @@ def run(config: DictConfig, device: torch.device, seed: int) -> list[dict[str, A
         images = torch.randn(config.batch, 3, config.image_size, config.image_size)
         # The CPU's attention keeps other tensors than a GPU's.
         timed = profile(staged(name, config.stages, images), images)
+        # Sizes are those of the CPU. Without their seconds, stages take the roofline's.
         costs = [
             replace(cost, forward_seconds=None, backward_seconds=None) for cost in timed
         ]

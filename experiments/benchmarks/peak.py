@@ -149,6 +149,7 @@ def measure_peak(
     runtime, batch = in_order(schedule, stages, images, options)
     # What this first step leaves allocated counts as at rest.
     runtime.step(*batch)
+    # What waits in cycles would count as at rest, and might be freed during the steps.
     gc.collect()
     memory = CudaMemory(device)
     memory.restart()

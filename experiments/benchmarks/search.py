@@ -104,6 +104,7 @@ def _brute_force(n: int, seed: int) -> Iterator[Row]:
             rank_orders[0] = [
                 order for order in rank_orders[0] if _has_sorted_forwards(order)
             ]
+        # Some of these orders make ranks wait for each other: their period is infinite.
         optimum = min(map(problem.period, product(*rank_orders)))
         begin = time.perf_counter()
         space = SearchSpace(costs, n, memory=float(n), split_backward=split)

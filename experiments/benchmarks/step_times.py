@@ -41,6 +41,7 @@ def ratios(seconds: Sequence[float], baseline: Sequence[float]) -> list[float]:
 
 def mean_step(moments: Sequence[float], skip: int) -> float:
     """Return the mean seconds of a step after step ``skip``, from the ends of all steps."""
+    # From end to end: with late weights a step begins before the one before it has ended.
     return (moments[-1] - moments[skip]) / (len(moments) - 1 - skip)
 
 

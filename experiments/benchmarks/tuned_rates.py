@@ -86,6 +86,7 @@ def rate_rows(
 
 def _highest_rate(run: Run) -> float:
     """Return the learning rate at which SGD trains for longest: the highest of any epoch."""
+    # With a warm-up the highest rate comes later than the first epoch.
     rates = [epoch.get("learning_rate", nan) for epoch in run.epochs]
     reached = [rate for rate in rates if not isnan(rate)]
     return max(reached, default=run.config["optimizer"]["lr"])
