@@ -385,7 +385,7 @@ _ROWS: tuple[tuple[str, Callable[[Result], Rows]], ...] = (
     ("bench_links", _links),
     ("bench_predictions", _prediction_errors),
     ("bench_architectures", _each(_architecture)),
-    ("bench", _each(_bench)),  # benches whose rows are shown as they are
+    ("bench", _each(_bench)),  # benches without a table of their own
     ("", _each(_compared)),  # all other names: comparisons of rules
 )
 """The rows of a result by how its name begins; the first that fits."""

@@ -61,7 +61,7 @@ def run(config: DictConfig, device: torch.device, seed: int) -> list[Row]:
 def _known(p: int, m: int, seconds: float, seed: int) -> Iterator[Row]:
     """Search for schedules that are optimal under their assumptions, without a catalogue."""
     one_way = [*range(p)]
-    # In forwards, of which a backward takes two. A rank with one stage computes for 3 m, and waits
+    # In forwards; a backward takes two. A rank with one stage computes for 3 m, and waits
     # while the pipeline fills and drains. With two it computes for 6 m, and ZB-V never waits.
     for name, placement, memory, optimum in (
         ("1F1B", one_way, p, 3 * (m + p - 1)),

@@ -149,7 +149,7 @@ def _networks(n: int, seed: int) -> Iterator[_Case]:
     )
     classes = torch.tensor(digits.target[:_SAMPLES])
     generator = torch.Generator().manual_seed(seed)
-    # A text of which something can be learned: each token is followed by one of two others.
+    # A text that can be learned in part: each token is followed by one of two others.
     successors = torch.randint(16, (16, 2), generator=generator)  # two of each token
     tokens = [torch.randint(16, (_SAMPLES,), generator=generator)]
     for _ in range(8):
