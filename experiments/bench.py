@@ -42,6 +42,7 @@ def main(config: DictConfig) -> int:
         {column: shorten(cell) for column, cell in row.items()} for row in rows
     ]
     show(f"\n{table(short_rows)}\n\n{describe(device)}\nwritten to {folder}")
+    # Benches that judge what they measure have a column `failed`.
     return int(any(row.get("failed") for row in rows))
 
 
@@ -55,6 +56,7 @@ def shorten(cell: object) -> object:
 if __name__ == "__main__":
     if len(sys.argv) == 1:
         sys.argv.append("--help")
+    # `bench links` is short for `bench bench=links`.
     if sys.argv[1].isidentifier():
         sys.argv[1] = f"bench={sys.argv[1]}"
     main()

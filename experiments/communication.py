@@ -59,6 +59,7 @@ def main(config: DictConfig) -> int:
     counted_rows = [terminal_cells(counted_cells(record)) for record in records]
     write_csv(folder / "communication.csv", records)
     show(f"\nN = {config.workers}\n\n{table(counted_rows)}\n\n{LEGEND}")
+    # The table is printed before a mistake ends the command, since it shows where to look.
     mistakes = differences(rows, "by its formula", "as counted")
     if config.measured:
         measured_rows = measure(config, folder)
@@ -132,6 +133,7 @@ def measure(config: DictConfig, folder: Path) -> list[Any]:
             on_report=show_setting,
             timeout=config.timeout,
         )
+    # The measurements of all ranks are gathered, and every rank returns the same.
     rows = rows_of_rank[0]
     drawn = next(
         row for row in rows if (row.setting, row.rule) == ("multi-device", "CDP-v2")

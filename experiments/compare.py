@@ -91,6 +91,7 @@ def main(config: DictConfig) -> Ended:
     start = time.perf_counter()
     folder = output_folder()
     show_activity("reading the data")
+    # Read once: for delays that links afford, and for all runs.
     load = cache(partial(load_samples, config.data))
     settle_delays(config, lambda: load().form)
     schedules = {
@@ -106,6 +107,7 @@ def main(config: DictConfig) -> Ended:
     # 2. Try learning rates, if asked, and train.
     tuning: list[dict[str, Any]] = []
     try:
+        # The trials are a comparison of their own, in a folder below: it resumes like any other.
         if TuneOptions(**options["tune"]).rates:
             tried_runs = train(
                 OmegaConf.create(trials(options)),
@@ -181,8 +183,10 @@ def train(
     print_notes(trained.notes)
 
     build_run: BuildRun = RuleBuilder(options, samples)
+    # Trials take rates that are too large on purpose, and resumed runs had their warning.
     if config.stability and not config.resume and not are_trials and is_rank_zero():
         build_run = with_rate_checks(build_run, trained.notes)
+    # Of each seed all rules come before the next seed: a comparison that is stopped has pairs.
     keys = comparison.unfinished(options, runs, saved_keys)
     n_processes = min(config.parallel, len(keys))
     if n_processes > 1:
@@ -192,6 +196,7 @@ def train(
         )
         for note in check_parallel_runs(options, build_run, keys, n_processes):
             show(f"note: {note}")
+        # Each process loads the samples for itself: they are not pickled.
         new_runs = train_in_parallel(
             options, RuleBuilder(options), folder, keys, n_processes
         )
@@ -200,6 +205,7 @@ def train(
             options, build_run, folder, runs, saved_keys, world
         )
     for new_run in new_runs:
+        # After each run all that have ended are written, so that an interruption costs one run.
         # Runs that train at the same time end in any order.
         runs[n_before:] = sorted(
             [*runs[n_before:], new_run],
@@ -208,6 +214,7 @@ def train(
         if is_rank_zero():
             last_warning = trained.unwritten
             trained.unwritten = comparison.try_keep_runs(folder, runs)
+            # Print the same reason once, and not after each run.
             if trained.unwritten not in ("", last_warning):
                 show(
                     f"warning: {trained.unwritten}; training continues", file=sys.stderr
@@ -271,6 +278,7 @@ def conclude(
     }
     device = describe(pick_device(config.device))
     unwritten: list[str] = []
+    # The tables are printed in any case: hours of training must not end with nothing.
     with note_write_errors(unwritten, folder):
         write_result(
             folder, "comparison", rows, config, device, seconds, **result_fields

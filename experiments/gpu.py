@@ -92,6 +92,7 @@ def _speed() -> Iterator[Job]:
         for capture in ("off", "auto"):
             options = *fast, f"bench.capture={capture}", f"bench.compile={compile}"
             suffix = f"_capture_{capture}_compile_{compile}"
+            # These are the settings of the kept results, whose folders have the shorter names.
             plain = capture == "off" and compile == "none"
             yield _bench(
                 "bench_grouped_gpu" if plain else f"bench_grouped_gpu_resnet18{suffix}",
@@ -153,6 +154,7 @@ def _corrections(
     DP has nothing to predict: predicted, it would be DP with Nesterov momentum, which is another
     rule already.
     """
+    # A job for each number of seeds, so that whatever a slice ends with is a whole comparison.
     for n_seeds in range(1, 4):
         yield _compare(
             name,
@@ -251,6 +253,7 @@ def main() -> int:
     )
     arguments = parser.parse_args()
     all_jobs = [*jobs(arguments.data or None, arguments.imagenette or None)]
+    # Before the check for a GPU: the list is printed anywhere.
     if arguments.list:
         print_list(all_jobs)
         return 0
@@ -263,6 +266,7 @@ def main() -> int:
         if _end_mark(job).exists():
             print(_line(job), flush=True)
             continue
+        # A job that is stopped may take the grace period on top, and the slice still ends in time.
         seconds_left = end - time.monotonic() - _GRACE
         if seconds_left < _LEAST:
             break
@@ -322,6 +326,7 @@ def run(job: Job, seconds: float) -> int | None:
     elif command[0] != "-m":
         command += (f"hydra.run.dir={folder}",)
     folder.mkdir(parents=True, exist_ok=True)
+    # Appended: a comparison writes in many slices.
     with (folder / "output.txt").open("a") as output:
         process = subprocess.Popen(
             [sys.executable, *command],
@@ -332,6 +337,7 @@ def run(job: Job, seconds: float) -> int | None:
         try:
             return process.wait(seconds)
         except subprocess.TimeoutExpired:
+            # A comparison saves a checkpoint and ends; a benchmark begins anew in the next slice.
             process.send_signal(signal.SIGTERM)
         try:
             process.wait(_GRACE)
@@ -349,6 +355,7 @@ def keep(job: Job) -> None:
     results.mkdir(parents=True, exist_ok=True)
     for pattern in patterns:
         for path in _folder(job.name).glob(pattern):
+            # Kept results are committed, so large files are left out.
             if path.stat().st_size < _LARGEST:
                 shutil.copy(path, results)
 

@@ -79,6 +79,7 @@ def main(config: DictConfig) -> None:
     device_name = describe(device) if measured else "meta tensors"
     least_peaks: list[dict[str, Any]] = []
     if config.extra_time is not None:
+        # The choice needs shapes only, also where the time axis was measured.
         meta_example = form.example(config.batch, "meta")
         least_peaks, commands = compute_again(
             config, model.to("meta"), meta_example, workers, hardware, folder

@@ -55,6 +55,7 @@ def main(config: DictConfig) -> None:
     different = [cells_of(value) for value in values if not is_equal(value)]
     if different:
         show(f"What differs:\n\n{table(different)}\n")
+    # One reason may explain several values.
     for note in dict.fromkeys(value.note for value in values if not is_equal(value)):
         show(f"note: {note}")
     show(f"\n{LEGEND}\n\nall {len(values)} values are in {folder}/papers.csv")
@@ -82,6 +83,7 @@ def chosen_papers(config: DictConfig) -> list[Path]:
 
 def is_equal(value: "PublishedValue") -> bool:
     """Whether ours is the published value, to its digits."""
+    # Of a value near 0, such as an idle share, half a per cent is less than its last digit.
     return abs(value.difference) <= max(_DIGITS, EQUAL * abs(value.value))
 
 

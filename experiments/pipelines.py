@@ -113,6 +113,7 @@ def main(config: DictConfig) -> None:
         bar.set_description(f"{method}, {n_microbatches} micro-batches")
         row = assess_pipeline(method, schedule, file_costs)
         records.append(
+            # Counts are exact fractions, and JSON has floats.
             {
                 name: float(x) if isinstance(x, Fraction) else x
                 for name, x in row.items()

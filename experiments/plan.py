@@ -183,6 +183,7 @@ def hardware_of(config: DictConfig) -> "Hardware | None":
         hardware, "cpu" if config.device == "cpu" else "auto"
     )
     if measured is not None:
+        # In a folder named as the group, so that --config-dir can name the folder above it.
         path = output_folder() / "hardware" / "measured.yaml"
         path.parent.mkdir()
         fields = {name: value for name, value in vars(measured).items() if value}
@@ -233,6 +234,7 @@ def main(config: DictConfig) -> None:
         model = build_model(config.model, form)
     make_plan = partial(plan, model, form)
     command_options = name_model(config, form)
+    # A profile replaces the model, which stays the default and is not looked at.
     if file_costs is not None:
         make_plan = partial(plan_costs, file_costs)
         command_options = ""
@@ -278,6 +280,7 @@ def write(
     from toolkit.results import describe_cpu, write_result
 
     folder = output_folder()
+    # All candidates, and not those of the table alone.
     rows = [result.row(prediction) for prediction in result.predictions]
     write_csv(folder / "candidates.csv", rows)
     result_fields = {"pilot": pilot.record()} if pilot else {}
@@ -297,6 +300,7 @@ def in_words(result: "Plan", pilot: "Pilot | None") -> str:
         text += f"\n\nMeasured on this machine{rules}: {pilot}"
     path = output_folder() / ORDERS_FILE
     for prediction in result.predictions:
+        # Orders that a search has found are in no catalogue: commands name a file of them.
         if prediction.candidate.spec.orders:
             path.write_text(prediction.schedule.to_csv())
             text = text.replace(ORDERS_FILE, str(path))

@@ -53,6 +53,7 @@ def main(config: DictConfig) -> None:
     unfinished = [run for run in runs if run.state != "finished"]
     show(f"{count(len(runs), 'run')}, {len(runs) - len(unfinished)} finished")
     for run in unfinished[:_MAX_NAMED]:
+        # All runs of a comparison are in one folder, which does not say which run it is.
         shares_folder = run.kind == "compare" and run.seed is not None
         name = f" ({run.schedule}, seed {run.seed})" if shares_folder else ""
         show(f"  {run.state}: {run.folder}{name}: {run.message}")
@@ -78,6 +79,7 @@ def expanded(runs: Any) -> list[str]:
         is_glob = any(character in name for character in "*?[")
         if is_glob and not matches:
             raise UserError(f"runs={name} matches no folder")
+        # A name that is no glob stays, and read_runs says what is wrong with it.
         folders += matches or [name]
     return folders
 

@@ -153,7 +153,7 @@ def _memory(result: Result) -> Rows:
     rows = []
     for axis, axis_rows in rows_of_axis.items():
         reductions = {row["workers"]: row["reduction"] for row in axis_rows}
-        limit = axis_rows[0]["largest_reduction"]
+        limit = axis_rows[0]["largest_reduction"]  # of infinitely many workers
         rows.append({"time axis": axis} | cells.reduction_cells(reductions, limit))
     return rows
 
@@ -245,7 +245,7 @@ def _kendalls_tau(predicted: Sequence[float], measured: Sequence[float]) -> floa
     candidates = zip(predicted, measured, strict=True)
     for first, second in combinations(candidates, 2):
         product = (second[0] - first[0]) * (second[1] - first[1])
-        n_same += product > 0
+        n_same += product > 0  # a tie counts as neither
         n_opposite += product < 0
     return (n_same - n_opposite) / (n_same + n_opposite)
 
@@ -371,7 +371,7 @@ _ROWS: tuple[tuple[str, Callable[[Result], Rows]], ...] = (
     ("communication", _each(counted)),
     ("plan", _each(plan_cells)),
     ("pipelines", _each(pipeline_cells)),
-    ("papers_rates", _each(_rate)),
+    ("papers_rates", _each(_rate)),  # before "papers", which also begins it
     (f"papers{_SHORT}", _papers_short),
     ("papers", _papers),
     ("simulated", _simulated),
@@ -385,8 +385,8 @@ _ROWS: tuple[tuple[str, Callable[[Result], Rows]], ...] = (
     ("bench_links", _links),
     ("bench_predictions", _prediction_errors),
     ("bench_architectures", _each(_architecture)),
-    ("bench", _each(_bench)),
-    ("", _each(_compared)),
+    ("bench", _each(_bench)),  # benches without a table of their own
+    ("", _each(_compared)),  # all other names: comparisons of rules
 )
 """The rows of a result by how its name begins; the first that fits."""
 

@@ -170,6 +170,7 @@ def simulate_all(
         # The steady state is timed over many steps, and fewer are drawn.
         drawn = table_of_steps.draw(simulation_rows[-1], config.steps)
         bar.update()
+        # The first schedule's files have no number, so that one schedule alone has trace.json.
         write_traces(drawn, folder, str(index) if index else "", kineto=config.kineto)
         if config.chakra:
             chosen = simulation_rows[-1].form
@@ -245,6 +246,7 @@ def costs_of_model(
     whole_costs = ModelCosts(model, example, config.precision, config.checkpoint)
     if width.devices == 1:
         return whole_costs, whole_costs
+    # The baseline spends its devices on more workers, each with the whole model.
     costs_of = ModelCosts(model, example, config.precision, config.checkpoint, width)
     return costs_of, whole_costs
 
@@ -264,6 +266,7 @@ def tables(rows: Sequence[dict[str, Any]], rank_rows: Sequence[dict[str, Any]]) 
     is_compressed = any(
         row["accuracy"] not in ("exact", "late weights") for row in rows
     )
+    # With compressed messages, rows also differ in traffic and accuracy.
     headings = [*(_PRINTED_COMPRESSED if is_compressed else _PRINTED)]
     if all(row["fits"] == "yes" for row in rows):
         headings.remove("fits")
@@ -299,6 +302,7 @@ def seconds_of(schedule: "Schedule") -> str:
     from toolkit.cost.worker_forms import TIMED_STEPS, has_forms
     from toolkit.schedule.steady_state import steps_to_time
 
+    # Both chains with both cuts are simulated, and the fastest counts.
     n_forms = 4 if has_forms(schedule) else 1
     n_steps = n_forms * steps_to_time(schedule, TIMED_STEPS)
     n_ops = 2 * schedule.n_stages * schedule.n_microbatches * n_steps

@@ -112,6 +112,7 @@ def assess_models(
         )
         with torch.device("meta"):
             model = build_model(config.models[name], form)
+        # One analysis serves all machines.
         costs_of = ModelCosts(model, form.example(batch, "meta"))
         for hardware in all_hardware:
             labels = {"model": name, "batch": batch, "samples": form.samples}

@@ -51,6 +51,7 @@ def main(config: DictConfig) -> None:
     rows: list[dict[str, Any]] = []
     if config.tuned is not None:
         rows, result_fields["summary"] = compare_with_tuned(config, folder)
+        # Without a model there is no curvature, and columns of rates would be empty.
         measured_columns = {
             name for row in rows for name in row if row[name] is not None
         }
@@ -120,6 +121,7 @@ def limits(
 
     dp = catalog.data_parallel(schedule.n_microbatches, n_stages=schedule.n_stages)
     row: dict[str, Any] = {}
+    # Both forms in any case, since they decide how much delay lowers the rate.
     for form, nesterov in _FORMS:
         certify = partial(largest_stable_rate, momentum=momentum, nesterov=nesterov)
         certificate = certify(schedule)
@@ -127,6 +129,8 @@ def limits(
         row[f"{form} / DP"] = certificate.limit / certify(dp).limit
         if measured:
             curvature_of_loss, stage_shares = measured
+            # The ratios above take stages as coupled equally. With a curvature, their own shares
+            # count.
             coupled = certify(schedule, coupling=coupling_of(stage_shares))
             row["curvature"] = curvature_of_loss.value
             row[f"rate, {form}"] = coupled.rate(curvature_of_loss.value)
@@ -187,6 +191,7 @@ def compare_with_tuned(
     rows = tuned_rates.rate_rows(runs, curvature_value, shares)
     cosines = tuned_rates.cosines(config.tuned, runs)
     for row in rows:
+        # In step 0 no weight can be late: all are the first ones.
         values = [value for step, value in cosines.get(row["rule"], ()) if step > 0]
         row["cosine"] = fmean(values) if values else None
     save(draw(rows, cosines), folder / "tuned_rates")

@@ -95,6 +95,7 @@ def main(config: DictConfig) -> Ended:
             if is_rank_zero():
                 show(stop_text, file=sys.stderr)
             return Ended(EXIT_STOPPED)
+        # Every rank takes part in the measurements. Hydra's sweepers maximize the objective.
         measured, objective = outcome.run.measurements(), outcome.epochs[-1].top1
         if not is_rank_zero():
             return Ended(objective=objective)

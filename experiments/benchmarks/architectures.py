@@ -52,6 +52,7 @@ def run(config: DictConfig, device: torch.device, seed: int) -> list[dict[str, A
         for name in _chosen(config, library)
     ]
     options = OmegaConf.to_container(config)
+    # Rows come as reports, so that progress shows: the result of launch would come at the end.
     rows: list[dict[str, Any]] = []
 
     def keep(rank: int, row: dict[str, Any]) -> None:
@@ -80,6 +81,7 @@ def _on_ranks(
         except Exception as error:  # the model's own code may raise anything
             kind = "" if isinstance(error, UserError) else f"{type(error).__name__}: "
             row = {"failed": True, "reason": kind + first_line(error)}
+        # All rows have the same columns, in this order.
         empty = {"graph": "", "larger stage": None, "difference": None, "failed": False}
         row = {"library": library, "model": name, **empty, "reason": ""} | row
         if join(_N, device="cpu").rank == 0:
@@ -97,6 +99,7 @@ def _row(
     initial_weights = {name: x.detach().clone() for name, x in model.named_parameters()}
     example = draw(config["batch"])
     stages = partition(model, _N, example, check=False)
+    # With inputs of the model's own kind: partition would draw others, from a normal distribution.
     check_independent(stages, draw(4))
     inputs = [draw(_N * config["batch"]) for _ in range(config["steps"])]
     classes = torch.randint(2, (config["steps"], _N * config["batch"]))
@@ -115,10 +118,12 @@ def _row(
         weights = {name: x.detach() for name, x in runtime.module().named_parameters()}
         weights_of_runtime.append(weights)
     single, distributed = weights_of_runtime
+    # Differences count next to what training has changed.
     moved = max(_distance(single[name], initial_weights[name]) for name in single)
     difference = (
         max(_distance(single[name], distributed[name]) for name in single) / moved
     )
+    # Also if the difference is NaN.
     failed = not difference < config["tolerance"]
     return {
         "graph": _graph(stages),
@@ -185,6 +190,7 @@ def _ids(n: int) -> Tensor:
 
 
 def _mask(n: int) -> Tensor:
+    # Sequences of unequal lengths, padded at their ends.
     lengths = torch.randint(_TOKENS // 2, _TOKENS + 1, (n, 1))
     return (torch.arange(_TOKENS) < lengths).long()
 

@@ -104,10 +104,12 @@ def _starts(
     schedules = cycle(
         [catalog.cyclic(options["workers"]), catalog.cyclic(options["workers"], 1)]
     )
+    # The first training starts the processes. The others find them, and change the schedule.
     for schedule in islice(schedules, 1 + options["rounds"]):
         arguments = _arguments(options, schedule, seed, torch.float32)
         start = time.perf_counter()
         for result in controller.train(*arguments, batches):
+            # The loop runs to the end: a controller has one training at a time.
             if result.step == 0:
                 seconds.append(time.perf_counter() - start)
     first_seconds, *next_seconds = seconds
@@ -125,6 +127,7 @@ def _overhead(
     n_steps = options["steps"]
     batches = _batches(options, seed, torch.float32)
     for _ in tqdm(range(options["rounds"]), unit="round", leave=False):
+        # In the same ranks and in turn, so that both find the same load of the machine.
         distributed = controller.processes.call(
             _time_distributed, options, seed, batches
         )[0]
@@ -164,9 +167,12 @@ def _recoveries(
     recoveries = []
     n_differing = 0
     for index, schedule in enumerate(tqdm(schedules, unit="schedule", leave=False)):
+        # 1. The same training twice, in float64: to 1e-10, it must not show that ranks were lost.
         single = SingleProcess(*_arguments(options, schedule, seed, torch.float64))
         arguments = _arguments(options, schedule, seed, torch.float64)
         runtime = Controlled(*arguments, controller=controller, keep_every=keep_every)
+        # 2. Draw the steps after which a rank is killed. The last one of each share is left out,
+        # since after the last step of a training no rank would be missed.
         # Schedules share the kills; each comes within 2 * keep_every steps of its own.
         schedule_kills = len(range(index, n_kills, len(schedules)))
         kill_steps = {
@@ -179,6 +185,7 @@ def _recoveries(
         for result, expected in pairs:
             n_differing += not _are_close(result.losses, expected.losses)
             if result.step in kill_steps:
+                # The ranks train on meanwhile, so the signal meets them anywhere in a step.
                 time.sleep(chance.uniform(0, 0.02))
                 os.kill(
                     controller.processes.process_ids[chance.randrange(n)],
@@ -188,6 +195,7 @@ def _recoveries(
         expected_weights = single.module().state_dict().values()
         n_differing += not all(map(_are_close, weights, expected_weights))
         recoveries += runtime.recoveries
+    # A kept state is at most `keep_every` steps old, so no more may be repeated.
     steps_lost = max(recovery.step - recovery.restart for recovery in recoveries)
     seconds = [recovery.seconds for recovery in recoveries]
     row = _row("lost rank, until all continue", seconds, _RECOVERY)
@@ -212,6 +220,7 @@ def _ends(options: dict[str, Any], seed: int) -> list[dict[str, Any]]:
         [*islice(cycle(ENDS), options["ends"])], unit="controller", leave=False
     ):
         end = _kill_caller if way == "caller killed" else partial(_end, way)
+        # Timed from the end of the controller until no process is left.
         processes = end(options, seed)
         start = time.perf_counter()
         while not all(process.gone for process in processes):
@@ -219,8 +228,10 @@ def _ends(options: dict[str, Any], seed: int) -> list[dict[str, Any]]:
                 break
             time.sleep(0.01)
         seconds[way].append(time.perf_counter() - start)
+        # No processes: the caller ended before it could train.
         n_failed[way] += not processes or not all(process.gone for process in processes)
         for process in processes:
+            # What is left would slow the next controllers.
             process.kill()
     return [
         _row(f"end: {way}", values, _END) | {"failed": n_failed[way]}
@@ -241,6 +252,7 @@ def _begin(
     )
     next(steps)
     processes = [Process(pid) for pid in controller.processes.process_ids.values()]
+    # The parent of the ranks is the process that forks them. It has to end, too.
     parents = {_parent(process.pid) for process in processes}
     return steps, [*processes, *map(Process, parents)]
 
@@ -256,6 +268,7 @@ def _end(way: str, options: dict[str, Any], seed: int) -> list[Process]:
     controller = Controller(options["workers"])
     steps, processes = _begin(controller, options, seed)
     if way == "interrupted":
+        # As Ctrl-C would: in this process, while it waits for the next step.
         threading.Timer(0.1, os.kill, (os.getpid(), signal.SIGINT)).start()
     elif way == "a rank killed":
         processes[0].kill()
@@ -281,6 +294,7 @@ def _kill_caller(options: dict[str, Any], seed: int) -> list[Process]:
         command, stdout=subprocess.PIPE, text=True, env=variables
     ) as caller:
         assert caller.stdout is not None
+        # The line comes when training is under way. The caller gets no chance to clean up.
         processes = [Process(int(pid)) for pid in caller.stdout.readline().split()]
         caller.kill()
     return processes

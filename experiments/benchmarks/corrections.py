@@ -32,6 +32,7 @@ def run(config: DictConfig, device: torch.device, seed: int) -> list[dict[str, A
     optimizer = partial(momentum_sgd, weight_decay=5e-4)
     rows = []
     for delay in (1, "freshest"):
+        # The corrections of a rule take turns; the two rules do not, since no ratio compares them.
         steps, schedules = {}, {}
         for kind in CORRECTIONS:
             model = build(config.model, 10, size).to(device)

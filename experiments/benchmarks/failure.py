@@ -143,6 +143,7 @@ def one_round(
     folder: Path,
 ) -> Round:
     """Start a job and break it; keep the output of one that does not pass in ``folder``."""
+    # Each round draws for itself, so that it can be repeated alone.
     chance = random.Random(f"{seed} {fault} {number}")
     alone = fault == "no_port"
     # Rank 0 alone would listen itself.
@@ -173,21 +174,25 @@ def _broken(
     outcome: Round, config: DictConfig, training: list[str], output: Path
 ) -> None:
     """Train under torchrun until the fault and its end."""
+    # The port of torchrun's store is chosen here, so that this process can ask the store, too.
     port, start = free_port(), output.with_name("start.py")
     start.write_text(START_TOGETHER)
     command = [*torchrun(config.ranks, f"--master-port={port}"), str(start), *training]
     with Job(command, output) as job:
+        # 1. Wait until training is under way, and then for a random moment of it.
         ranks = ranks_at_work(job, port, config.ranks, UNDER_WAY, _PATIENCE)
         job.running()  # so that all are known
         time.sleep(outcome.delay)
         if not ranks or any(rank.process.gone for rank in ranks):
             outcome.problems.append("training did not begin, or ended before the fault")
             return
+        # 2. Break it, and wait for the end.
         victim = ranks[outcome.rank]
         _BREAK[outcome.fault](victim, port)
         _await_end(
             outcome, job, [rank.process for rank in ranks], time.monotonic(), config
         )
+        # The record of the rank outlives it: it says where the rank was.
         outcome.place = victim.place
 
 
@@ -208,6 +213,7 @@ def _alone(
                 outcome.problems.append("the rank did not try to connect")
                 return
             time.sleep(0.02)
+        # The rank has printed the wall clock's time, and all others here are of the monotonic one.
         start = time.monotonic() - (time.time() - float(line[1]))
         _await_end(outcome, job, job.running(), start, config)
         outcome.place = f"localhost:{port}"
@@ -217,14 +223,17 @@ def _await_end(
     outcome: Round, job: Job, ranks: list[Process], start: float, config: DictConfig
 ) -> None:
     """Wait for the end of all processes, and note when it came."""
+    # Longer than a round may take: a late end is then measured, and not taken for no end.
     patience = config.timeout + max(config.margin, _END)
     while job.status is None and time.monotonic() - start < patience:
+        # torchrun ends later than the ranks: it looks only from time to time.
         if outcome.ranks_seconds is None and all(rank.gone for rank in ranks):
             outcome.ranks_seconds = round(time.monotonic() - start, 2)
         time.sleep(0.02)
     if (status := job.status) is not None:
         outcome.status, outcome.seconds = status, round(time.monotonic() - start, 2)
         outcome.ranks_seconds = outcome.ranks_seconds or outcome.seconds
+    # Processes that end with the command may take a moment longer.
     end = time.monotonic() + _LEAVE
     while job.running() and time.monotonic() < end:
         time.sleep(0.1)
@@ -238,6 +247,8 @@ def find_problems(outcome: Round, bar: float) -> list[str]:
     if len(outcome.messages) != 1:
         return [f"{len(outcome.messages)} lines begin with error:"]
     (message,) = outcome.messages
+    # Ranks in the subject of the sentence. What follows it also names those that waited. A cut
+    # connection has two ends, and either may be at fault.
     blamed = re.findall(r"\d+", re.split(" is lost| has | cannot ", message)[0])
     is_named = str(outcome.rank) in blamed and (
         outcome.fault == "cut" or len(blamed) == 1

@@ -82,6 +82,7 @@ _ALLOWED_PROGRAMS = ("git", "uname")  # of a result's provenance
 
 def run(config: DictConfig, device: torch.device, seed: int) -> list[dict[str, Any]]:
     """Return a row: the number of command lines by outcome, and the shortest that fails."""
+    # Imported once, before the processes are forked: an import takes longer than a command.
     for module in (*QUICK_OPTIONS, *PRELOADED):
         importlib.import_module(module)
     check_counts(config, "command_lines", of="bench.")
@@ -138,6 +139,7 @@ def run_command(folder: Path, name: str, *options: str) -> tuple[int | None, str
     None. It prints a line that begins with AUDIT if it starts a program or writes elsewhere.
     """
     log = folder / "log.txt"
+    # Or text that waits in the buffers would also come out of the child.
     sys.stdout.flush()
     sys.stderr.flush()
     process = os.fork()
@@ -153,6 +155,7 @@ def run_command(folder: Path, name: str, *options: str) -> tuple[int | None, str
         time.sleep(0.005)
     with suppress(ProcessLookupError):  # also what the process has started
         os.killpg(process, signal.SIGKILL)
+    # It was killed just now, and stays as a zombie until its status is read.
     if status is None:
         os.waitpid(process, 0)
     return status, log.read_text(errors="replace")
@@ -162,6 +165,7 @@ def _run_in_child(folder: Path, log: Path, name: str, options: tuple[str, ...]) 
     """Run the experiment and end this process."""
     status = 1
     try:
+        # A group of its own, so that one signal ends it and all that it starts.
         os.setpgid(0, 0)
         os.chdir(folder)
         resource.setrlimit(resource.RLIMIT_AS, (_MAX_MEMORY, _MAX_MEMORY))
@@ -183,11 +187,13 @@ def _run_in_child(folder: Path, log: Path, name: str, options: tuple[str, ...]) 
     finally:
         sys.stdout.flush()
         sys.stderr.flush()
+        # Not sys.exit: the handlers and the test session of the parent are in this copy, too.
         os._exit(status)
 
 
 def _report_escapes(folder: Path) -> Callable[[str, tuple[Any, ...]], None]:
     """Return an audit hook that prints programs started and files written outside ``folder``."""
+    # Python's temporary files are in /tmp/tmp...
     allowed_folders = (f"{folder.resolve()}/", "/dev/", "/proc/", "/tmp/tmp")
 
     def hook(event: str, arguments: tuple[Any, ...]) -> None:
@@ -206,6 +212,7 @@ def _report_escapes(folder: Path) -> Callable[[str, tuple[Any, ...]], None]:
 def judge(status: int | None, output: str) -> str:
     """Return the outcome of a command; raise AssertionError on a failure."""
     if status is None:
+        # A progress bar, such as " 42%|".
         assert re.search(r"\d ?%\|", output), f"silent: {output[-300:]}"
         return "long"
     assert "Traceback" not in output, f"traceback: {output[-600:]}"
@@ -217,6 +224,7 @@ def judge(status: int | None, output: str) -> str:
     lines = [
         line
         for line in message.strip().splitlines()
+        # Rows of a schedule's grid, which a refusal may print, are no sentences.
         if not line.startswith(("rank ", " "))
     ]
     assert len(lines) <= _MAX_LINES, f"{len(lines)} lines: {message[:600]}"
@@ -275,6 +283,7 @@ def command_lines() -> Any:
 
 def _option(experiment: str) -> Any:
     names = [name.replace("NAME", "dp") for name in schema.option_names(experiment)]
+    # Options that may make a run long only get the values 0 to 3.
     lengths = [name for name in names if name.rpartition(".")[2] in _LENGTHS]
     drawn_names = [name for name in names if name not in (*lengths, *_NOT_TRIED)]
     values = st.tuples(st.sampled_from(drawn_names), _VALUES)
@@ -286,6 +295,7 @@ def _option(experiment: str) -> Any:
         if choice not in _SLOW_CHOICES
     ]
     return st.one_of(
+        # 12 of 17: Hydra refuses most of the others before the experiment sees them.
         *[values.map("=".join)] * 12,
         st.tuples(st.sampled_from(lengths or drawn_names), st.sampled_from("0123")).map(
             "=".join
@@ -306,5 +316,6 @@ def run_line(line: list[str]) -> str:
         paths = [
             path.name for path in Path(scratch).iterdir() if path.name != "log.txt"
         ]
+        # A command that is refused must not leave a folder that looks like a run.
         assert outcome != "refused" or not paths, f"a refused line left {paths}"
         return outcome

@@ -113,6 +113,7 @@ def record(
 
 def gaps_between(intervals: Iterable[Interval]) -> list[Gap]:
     """Return the gaps between intervals that may overlap or contain others, in order of time."""
+    # Of those that start together the longest comes first: it contains the others.
     ordered = sorted(intervals, key=lambda interval: (interval.start, -interval.end))
     gaps: list[Gap] = []
     latest: Interval | None = None  # the interval that ends last so far

@@ -50,6 +50,7 @@ def run(config: DictConfig, device: torch.device, seed: int) -> list[dict[str, A
     def loop(train: Callable[[Batches], Iterable[Tensor]]) -> Callable[[], object]:
         def epoch() -> Tensor:
             batches = images.train(n_images, seed, next(epochs), device)
+            # Waits for the device, as a loop does that prints its losses.
             return torch.stack(list(train(batches))).cpu()
 
         return epoch
@@ -76,7 +77,9 @@ def run(config: DictConfig, device: torch.device, seed: int) -> list[dict[str, A
         *_rows(alternate(steps, config.rounds, device, WARM_UP), n_images, n_timed),
         *_rows(alternate(loops, config.rounds, device), n_images, config.steps),
     ]
+    # Compiled code does not call torch's operations one by one, so they cannot be counted.
     if config.compile == "none":
+        # The rows of single steps come first; those of loops have no count.
         for row, step in zip(rows, single_steps.values(), strict=False):
             row["operations"] = count_operations(lambda: step(inputs, targets)).total()  # noqa: B023
     return rows

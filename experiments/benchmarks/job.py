@@ -47,6 +47,8 @@ class Job:
         output: Path,
         variables: Mapping[str, str] = MappingProxyType({}),
     ) -> None:
+        # Children inherit the environment. So the mark also finds ranks whose parent has died,
+        # which no tree of processes shows.
         mark = uuid.uuid4().hex
         self._mark = f"FAILURE_BENCH={mark}".encode()
         self._processes: dict[tuple[int, str], Process] = {}  # by number and start
@@ -121,7 +123,9 @@ def ranks_at_work(
 
 
 def _known_ranks(port: int, n_ranks: int) -> list[Rank]:
+    # Fails at once if nobody listens, where the client of a store would wait for its time-out.
     socket.create_connection(("localhost", port), 1).close()
+    # Each rank writes there, for the watch of the others, its process and where its record lies.
     store = PrefixStore(
         "watch", TCPStore("localhost", port, None, False, timedelta(seconds=1))
     )
@@ -156,6 +160,8 @@ def _connections(pid: int) -> Iterator[socket.socket]:
         for fd in map(int, os.listdir(f"/proc/{pid}/fd")):
             if not os.readlink(f"/proc/{pid}/fd/{fd}").startswith("socket:"):
                 continue
+            # A copy of the descriptor belongs to the same socket, so that shutdown() on it cuts the
+            # other process's connection.
             copied_fd = _libc.syscall(_PIDFD_GETFD, process, fd, 0)
             if copied_fd < 0:
                 reason = os.strerror(ctypes.get_errno())

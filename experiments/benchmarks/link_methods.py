@@ -135,6 +135,8 @@ def schedule_of(task: Task, name: str, link: Link | None = None) -> Schedule:
         return _affordable(
             n, s, groups, task.megabytes, hardware_of(task, link), link.compute
         )
+    # With all weights a step late there is time for rotated chains, in which each rank sends only
+    # to the next one. Otherwise messages of several ranks meet at a port.
     chains = (
         "rotated" if method.runtime is Distributed and method.delay == 1 else "in_order"
     )
@@ -173,10 +175,12 @@ def make(task: Task, name: str, link: Link | None, world: World) -> Train:
         # Half a stage less than a bucket's stages: the last of them fills it.
         filled = (_in_bucket(task) - 0.5) * 1e6 * task.megabytes / task.stages
         options = options | {"bucket_mb": filled / 2**20}
+    # Rank 0 alone searches for the affordable delay, which takes seconds.
     schedule = world.gather(None if world.rank else schedule_of(task, name, link))[0]
     runtime = method.runtime(
         stages, schedule, momentum_sgd, F.cross_entropy, world=world, **options
     )
+    # One batch over and over: what is learned does not matter here.
     return lambda n_steps: runtime.run([(images, classes)] * n_steps)
 
 
@@ -201,7 +205,10 @@ def _in_bucket(task: Task) -> int:
 def hardware_of(task: Task, link: Link) -> Hardware:
     """Return the machines that were measured."""
     n_bytes = 1e6 * task.megabytes
+    # M has the latency of one message, and the rest is due to its bytes.
     bandwidth = n_bytes / max(link.one_way - link.latency, 1e-9)
+    # The rates of computing are infinite: stages have seconds of their own, and the measured C has
+    # those of the updates. Connections of TCP that meet at a port share it.
     hardware = Hardware(
         "measured", inf, inf, bandwidth, link.latency, shared_ports=True
     )
@@ -229,6 +236,7 @@ def predicted(task: Task, link: Link, name: str) -> float:
     if runtime is not Distributed:
         hardware = replace(hardware, ranks_per_machine=1, local_bandwidth=inf)
     if runtime is DDP:
+        # DDP waits for buckets, not for stages: a bucket is simulated as one stage.
         costs, hardware = ddp_costs(
             slept.merged(costs, _in_bucket(task)),
             hardware,

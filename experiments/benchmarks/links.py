@@ -75,12 +75,17 @@ def train_all(net: network.Network, task: Task) -> None:
     def shape(rate: float | None) -> None:
         if rank == 0:
             net.shape(rate)
+        # No rank sends before the links have their new rate.
         world.barrier()
 
     def train(method: str, link: Link | None = None) -> Times:
+        # A method is made once and then trains on, in all rounds and on all links: the values of
+        # the weights do not change the time of a step. Only an affordable delay depends on the
+        # link.
         key = method, link if method in AFFORDED else None
         if key not in trainings:
             trainings[key] = make(task, method, link, world)
+        # A rank that is ready first would otherwise also time how long it waits for the others.
         world.barrier()
         return world.gather([time.monotonic() for _ in trainings[key](task.steps)])
 
@@ -93,6 +98,7 @@ def train_all(net: network.Network, task: Task) -> None:
             dist.send(content, target)
         elif rank == target:
             dist.recv(content, 0)
+        # Rank 0 gives its begin, the target its end: processes of one machine share this clock.
         moments = world.gather(time.monotonic() if rank else begin)
         return moments[target] - moments[0]
 
@@ -105,6 +111,7 @@ def train_all(net: network.Network, task: Task) -> None:
         for link in links:
             shape(None if link.mbit is None else 1e6 * link.mbit)
             # All ranks draw the same order, since they train by each method together.
+            # Runs that have ended take part in the draw: a bench that continues keeps its order.
             chance = random.Random(f"{task.seed} {number} {link.name}")
             for method in chance.sample(methods, len(methods)):
                 if (link.ratio, number, method) in task.done:
@@ -122,12 +129,17 @@ def calibrate(
     send: Callable[[int, int], float],
 ) -> list[Link]:
     """Measure C, limit the links so that M is a multiple of it, and measure M."""
+    # 1. C: steps without messages, before the links have a limit.
     compute = median(step_time(train(COMPUTE), task.skip) for _ in range(_COMPUTES))
     links = []
     other_machine = task.ranks_per_machine  # its first rank
     local = 0.0
+
+    # 2. Messages within a machine, which no link limits.
     if task.ranks_per_machine > 1:
         local = median(send(n_bytes, 1) for _ in range(_SENDS))
+
+    # 3. M on each link: what a limit lets through is measured, not inferred from its number.
     for ratio in task.ratios:
         # Bits a second at which a message of all parameters takes `ratio` times C.
         rate = 8 * n_bytes / (ratio * compute) if ratio else None
@@ -186,6 +198,7 @@ def run(config: DictConfig, device: torch.device, seed: int) -> list[Row]:
     links, runs = earlier(folder, options)
     tasks = []
     for workers in config.workers:
+        # Links belong to a number of workers, since their limits follow from its C.
         own_links = [link for link in links if link.workers == workers]
         ended = {
             (run.ratio, run.round, run.method) for run in runs if run.workers == workers
@@ -195,6 +208,7 @@ def run(config: DictConfig, device: torch.device, seed: int) -> list[Row]:
         train(task, folder, links, runs)
     print(f"\n{format_table([{'link': link.name, **asdict(link)} for link in links])}")
     rows = table(runs, links)
+    # Only seconds of stages that sleep are known before they run.
     if config.sleep:
         add_predictions(rows, tasks, links)
     return rows
@@ -260,6 +274,7 @@ def train(task: Task, folder: Path, links: list[Link], runs: list[Run]) -> None:
                 return
             run, curve = measured(task, traffic, *message)
             runs.append(run)
+            # After each run, so that a bench that is cut off can continue from it.
             write_csv(folder / _TRAININGS, [asdict(each) for each in runs])
             if run.round == 0 and run.method in _DRAWN and run.ratio in _DRAWN_AT:
                 curves.setdefault(link_name(run.ratio), {})[run.method] = curve
@@ -282,6 +297,7 @@ def measured(
 ) -> tuple[Run, Array]:
     """Return a run, and the traffic of two of its steps, in Mbit/s."""
     seconds = step_time(times, task.skip)
+    # The traffic of the timed steps alone, which lie between these two ends of steps of rank 0.
     start, end = times[0][task.skip], times[0][-1]
     moments, bytes_sent = traffic.samples(start, end)
     total_bytes = 0.0
@@ -348,6 +364,7 @@ def table(runs: Sequence[Run], links: Sequence[Link]) -> list[Row]:
         seconds = link_runs.pivot(index="round", columns="method", values="seconds")
         seconds = seconds.reindex(columns=ALL).dropna(axis="columns", how="all")
         step = seconds.median()
+        # Other work of the machine slows whole rounds, and cancels in ratios within one.
         ratios = seconds.div(seconds.get("DDP", np.nan), axis="index")  # round by round
         sending = link_runs[link_runs.method != COMPUTE].groupby("method")
         traffic = sending.median(numeric_only=True).reindex(step.index)

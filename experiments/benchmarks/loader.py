@@ -45,6 +45,7 @@ def run(config: DictConfig, device: torch.device, seed: int) -> list[dict[str, A
         )
     setting = Setting.of(config, device, seed)
     n_images = len(setting.inputs)
+    # A GPU works while Python begins the next step, so its steps are timed many at a time.
     n_timed = config.steps if device.type == "cuda" else 1
     steps = {_CDP: setting.cyclic().step, _PLAIN: setting.plain().step}
     model_runs = {
@@ -60,6 +61,7 @@ def run(config: DictConfig, device: torch.device, seed: int) -> list[dict[str, A
         read = partial(reader, config=config, device=device, seed=seed)
         in_memory = synthetic(n_images * config.steps, 1, N_CLASSES, config.image_size)
         loaders = {"in memory": read(in_memory)}
+        # 0: this process decodes the images itself.
         for workers in dict.fromkeys((0, n_workers(config.num_workers))):
             images = image_folder(root, config.image_size, workers)
             loaders[f"folder, {count(workers, 'worker')}"] = read(images)

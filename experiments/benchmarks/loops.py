@@ -53,11 +53,14 @@ def measure(options: dict[str, Any], device: str, seed: int) -> list[dict[str, A
     seconds: dict[str, list[float]] = {name: [] for name in ways}
     start_seconds: dict[str, float] = {}
     for _ in range(options["rounds"]):
+        # All ways in each round, so that other work of the machine meets all of them.
         for name, way in ways.items():
             world.barrier()
             moments = [time.perf_counter()]
             moments += [time.perf_counter() for _ in way(options["steps"])]
+            # Of the first round: later ones find models that are traced already.
             start_seconds.setdefault(name, moments[1] - moments[0])
+            # Entry 0 is the begin, before any step; the first quarter of the steps is not timed.
             n_skipped = 1 + options["steps"] // 4
             timed = pairwise(moments[n_skipped:])
             seconds[name].append(median(end - begin for begin, end in timed))
@@ -103,6 +106,7 @@ def _train(
         F.cross_entropy(model(x), y).backward()
         optimizer.step()
         yield
+    # After the last yield, and so not timed: complete the updates that are under way.
     if isinstance(model, CyclicDataParallel):
         model.synchronize()
 

@@ -74,6 +74,7 @@ class Network:
                 if rate is not None:
                     limit = f"tbf rate {round(rate)}bit burst {_BURST}b limit {_LIMIT}b"
                     _run(f"{qdisc} replace dev {device} root {limit}")
+                # To delete a limit that is not there would fail.
                 elif "tbf" in _run(f"{qdisc} show dev {device}"):
                     _run(f"{qdisc} delete dev {device} root")
 
@@ -106,6 +107,8 @@ class Traffic:
 
     def samples(self, start: float, end: float) -> tuple[Array, Array]:
         """Return moments, and bytes ``[samples, machines]`` sent by then; drop those before."""
+        # What was sent by `end` is interpolated, and needs a sample after it. One before `start`
+        # stays.
         while not self._samples or self._samples[-1][0] <= end:
             if not self._thread.is_alive():
                 raise RuntimeError("the thread that samples the traffic has ended")
@@ -149,6 +152,7 @@ def network(size: int) -> Iterator[Network]:
         f"echo {value} > /proc/sys/net/ipv4/{name};"
         for name, value in _SETTINGS.items()
     )
+
     commands = _HUB.format(hub=net.hub)
     for n, name in enumerate(net.machines):
         commands += "\n" + _MACHINE.format(
@@ -189,6 +193,7 @@ def _run(command: str) -> str:
 
 def received(counters: bytes, n_ports: int) -> list[int]:
     """Return the bytes that each port of the hub has received, from the text of /proc/net/dev."""
+    # A port of the hub receives what its machine sends.
     bytes_of_port = {
         name.decode(): int(n_bytes)
         for name, n_bytes in re.findall(rb"(\S+):\s*(\d+)", counters)

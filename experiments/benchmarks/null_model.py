@@ -72,6 +72,7 @@ class RuntimeOverhead:
     def added_to(self, costs: Costs, program: Program, stages: Stages) -> Costs:
         """Return ``costs``, one entry per stage, with the runtime's time in their seconds."""
         more = self.of_an_op(program, stages, costs)
+        # A backward in two halves is two ops, and the runtime's time comes twice.
         halves = any(i.action == Action.BACKWARD_WEIGHT for i in program.ranks[0])
         longer_costs = []
         for cost in costs:
@@ -99,6 +100,7 @@ def count(program: Program, stages: Stages, costs: Costs) -> np.ndarray:
                 counts += [0, 0, 1, n_bytes[i.buffer][i.stage], 0]
             elif i.action == Action.UPDATE:
                 counts[4] += 1
+    # The mean over ranks: costs are per stage, and cannot differ by rank.
     return counts / len(program.ranks) / program.n_steps
 
 
@@ -119,6 +121,8 @@ def wide() -> nn.Module:
 
 def null_models() -> Iterator[tuple[Schedule, nn.Module]]:
     """Yield schedules on two ranks, and models for them."""
+    # Stages, micro-batches of a worker, and layers of a stage: chosen so that ops, tensors,
+    # messages and updates do not grow in step, or least squares could not separate them.
     for n_stages, accumulate, n_layers in (
         (1, 1, 1),
         (8, 1, 1),
@@ -131,10 +135,12 @@ def null_models() -> Iterator[tuple[Schedule, nn.Module]]:
             catalog.cyclic(2, 1, n_stages=n_stages, accumulate=accumulate),
         ):
             yield schedule, narrow(n_stages * n_layers)
+    # Sharded states add messages of weights, and pipelines those of activations.
     yield catalog.cyclic(2, n_stages=8, state="sharded"), narrow(8)
     yield catalog.data_parallel(2, n_stages=8, state="sharded"), narrow(8)
     for n_microbatches in (4, 8):
         yield catalog.one_f_one_b(2, n_microbatches), narrow(2)
+        # The same messages, but large: what their bytes cost shows in the difference.
         yield catalog.one_f_one_b(2, n_microbatches), wide()
         yield catalog.gpipe(2, n_microbatches), wide()
 
@@ -206,8 +212,10 @@ def measure_overhead(
             weight_bytes = [cost.parameter_bytes for cost in costs]
             simulated = simulate(each.program, costs, hardware, weight_bytes).step_time
             measured = step_seconds(world, each.runtime, each.batch, _STEPS)
+            # The slower rank counts on both sides: a measured step is that of the slowest, too.
             each.seconds.append(measured - max(world.gather(simulated)))
     counts = [count(each.program, each.stages, each.costs) for each in trainings]
+    # Of the differences and not of each side: costs and steps of one round met the same load.
     seconds = [median(each.seconds) for each in trainings]
     return solve(np.array(counts), np.array(seconds))
 

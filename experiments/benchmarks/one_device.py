@@ -46,6 +46,7 @@ def run(config: DictConfig, device: torch.device, seed: int) -> list[dict[str, A
         images = torch.randn(config.batch, 3, config.image_size, config.image_size)
         # The CPU's attention keeps other tensors than a GPU's.
         timed = profile(staged(name, config.stages, images), images)
+        # Sizes are those of the CPU. Without their seconds, stages take the roofline's.
         costs = [
             replace(cost, forward_seconds=None, backward_seconds=None) for cost in timed
         ]
@@ -58,6 +59,7 @@ def run(config: DictConfig, device: torch.device, seed: int) -> list[dict[str, A
             ("chosen", chosen.schedule(hardware), chosen.recomputed),
         ]
         dp_predicted = dp_measured = 0.0
+        # DP comes first: the others are compared with its peaks.
         for method, schedule, recomputed in methods:
             predicted = predict_peak(
                 schedule, recomputing(costs, [*recomputed]), _STEPS, _STEPS
@@ -103,6 +105,7 @@ def measure_peak(
         for _ in range(_STEPS):  # by then no weights are left that were made otherwise
             runtime.step(*batch)
         gc.collect()
+        # The peak counts from here.
         at_rest = live.most = live.bytes
         for result in runtime.run([batch] * _STEPS):
             del result

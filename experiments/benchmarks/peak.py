@@ -65,6 +65,7 @@ def run(config: DictConfig, device: torch.device, seed: int) -> list[dict[str, A
         images = torch.randn(
             config.batch, 3, config.image_size, config.image_size, device=device
         )
+        # Predicted twice: from tensors alone, and with what libraries take on this device.
         costs = meta_costs(name, n, images, options, config.partition)
         device_costs = measured_costs(name, costs, images, options, config.partition)
         for schedule in (
@@ -148,12 +149,14 @@ def measure_peak(
     runtime, batch = in_order(schedule, stages, images, options)
     # What this first step leaves allocated counts as at rest.
     runtime.step(*batch)
+    # What waits in cycles would count as at rest, and might be freed during the steps.
     gc.collect()
     memory = CudaMemory(device)
     memory.restart()
     at_rest = torch.cuda.memory_stats(device)
     with PeakAtOpEnds(memory) as op_ends:
         for result in runtime.run([batch] * _STEPS):
+            # A result that stays alive would count as memory of the next step.
             del result
     statistics = torch.cuda.memory_stats(device)
     requested_at_rest = at_rest["requested_bytes.all.current"]
@@ -190,6 +193,7 @@ def predict_peak(
     schedule: Schedule, costs: Costs, n_steps: int = _STEPS, first_step: int = 1
 ) -> float:
     """Return the peak bytes of the program above the weights that stay between training steps."""
+    # After a first step, as in the measurement.
     timeline = simulate(schedule.lower(n_steps, first_step), costs, UNIT)
     (_, at_rest), *_ = timeline.memory(kind=WEIGHTS)
     return timeline.peak_memory() - at_rest

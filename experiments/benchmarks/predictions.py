@@ -86,9 +86,11 @@ def measure(options: dict[str, Any], seed: int) -> list[dict[str, Any]]:
             )
         except UserError:  # the model has fewer stages
             continue
+        # 1. What is predicted from: the program, and stages of the same weights to time apart.
         program = schedule.lower(steps_to_time(schedule, 8)).verify()
         timed_stages = deepcopy(stages)  # the runtime takes the weights of the others
         bytes_of_stage = profile(stages, example, repeats=1)
+
         runtime = Distributed(
             stages,
             schedule,
@@ -98,8 +100,10 @@ def measure(options: dict[str, Any], seed: int) -> list[dict[str, Any]]:
             world=world,
             record=_RECORDED,
         )
+        # 2. Memory first: a step that is recorded takes longer, and is not timed.
         list(runtime.run([(inputs, targets)] * _RECORDED))
         measurements = runtime.measurements()
+        # 3. Stages and steps in turn, so that a slow minute of the machine meets both.
         costs_of_round, seconds_of_round = [], []
         for _ in range(_ROUNDS):
             costs_of_round.append(
@@ -108,6 +112,7 @@ def measure(options: dict[str, Any], seed: int) -> list[dict[str, Any]]:
             seconds_of_round.append(
                 step_seconds(world, runtime, (inputs, targets), options["steps"])
             )
+        # 4. Compare. The medians leave out a round that other work has slowed.
         costs = overhead.added_to(_medians(costs_of_round), program, timed_stages)
         costs = recomputing(costs, candidate.checkpoint)
         seconds = median(seconds_of_round)
@@ -176,6 +181,7 @@ def measure_hardware(world: World) -> Hardware:
                 send_or_receive = dist.send if world.rank == sender else dist.recv
                 send_or_receive(message, 1 - world.rank)
             seconds.append((time.perf_counter() - begin) / 2)
+    # The slower rank decides, since a message needs both.
     small, large = (
         max(world.gather(median(seconds))) for seconds in seconds_of_message
     )
@@ -187,8 +193,10 @@ def measure_hardware(world: World) -> Hardware:
     for _ in range(_REPEATS):
         begin = time.perf_counter()
         target.copy_(source)
+        # A copy reads and writes each byte.
         memory_rates.append(2 * source.nbytes / (time.perf_counter() - begin))
     memory_bandwidth = min(world.gather(median(memory_rates)))
+    # The rate of operations plays no part: all stages are timed.
     return Hardware("this machine", 1e11, memory_bandwidth, bandwidth, latency)
 
 

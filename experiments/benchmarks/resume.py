@@ -49,9 +49,12 @@ def run(config: DictConfig, device: torch.device, seed: int) -> list[dict[str, A
                 f"device={device}",
                 f"seed={seed}",
             ]
+            # 1. A run that nobody kills has the weights to compare with, and shows the number of
+            # steps.
             _train(config, options, reference)
             n_steps = _saved_steps(reference)[-1]
             bar.update()
+            # 2. Kill and resume others.
             n_kills = n_identical = 0
             for _ in range(config.runs):
                 if runtime == "restarted":
@@ -60,6 +63,7 @@ def run(config: DictConfig, device: torch.device, seed: int) -> list[dict[str, A
                     for _ in range(config.kills):
                         n_kills += _killed(config, options, folder, n_steps, chance)
                     _train(config, options, folder)
+                # 3. Compare, and give the next run an empty folder.
                 n_identical += _has_same_weights(reference, folder)
                 shutil.rmtree(folder)
                 bar.update()
@@ -70,6 +74,7 @@ def run(config: DictConfig, device: torch.device, seed: int) -> list[dict[str, A
                     "runs": config.runs,
                     "kills": n_kills,
                     "bit-identical": n_identical,
+                    # A bench in which every run ended before its kill has shown nothing.
                     "failed": int(n_identical < config.runs or n_kills == 0),
                 }
             )
@@ -115,11 +120,14 @@ def _killed(
     chance: random.Random,
 ) -> bool:
     """Train, and kill every process on the way; return whether one was alive."""
+    # Somewhere between the latest checkpoint and the last step, after which the run may have ended.
     step = chance.uniform(max(_saved_steps(folder), default=0), n_steps - 1)
     with _start(config, options, folder) as job:
+        # From outside, checkpoints are the sign of how far a run is.
         while job.status is None and max(_saved_steps(folder), default=0) < step:
             time.sleep(0.01)
         time.sleep(chance.uniform(0, 0.1))
+        # Leaving the block is the kill: it ends all processes of the job by SIGKILL.
         return job.status is None
 
 
@@ -127,6 +135,7 @@ def _restarted(
     config: DictConfig, options: list[str], folder: Path, chance: random.Random
 ) -> bool:
     """Train to the end under torchrun, with one rank killed on the way."""
+    # Ranks that start again continue from a checkpoint, so the kill waits for one.
     n_checkpoints = min(2, chance.randrange(1, 4))
     with _start(config, options, folder, "--max-restarts=3") as job:
         while job.status is None and len(_saved_steps(folder)) < n_checkpoints:
@@ -134,6 +143,7 @@ def _restarted(
         time.sleep(chance.uniform(0, 0.3))
         ranks: list[int] = []
         with suppress(OSError, IndexError):  # it has ended
+            # The children of torchrun are the ranks.
             children = Path(f"/proc/{job.pid}/task/{job.pid}/children").read_text()
             ranks = [*map(int, children.split())]
             os.kill(chance.choice(ranks), signal.SIGKILL)

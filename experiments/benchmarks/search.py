@@ -61,6 +61,8 @@ def run(config: DictConfig, device: torch.device, seed: int) -> list[Row]:
 def _known(p: int, m: int, seconds: float, seed: int) -> Iterator[Row]:
     """Search for schedules that are optimal under their assumptions, without a catalogue."""
     one_way = [*range(p)]
+    # In forwards; a backward takes two. A rank with one stage computes for 3 m, and waits
+    # while the pipeline fills and drains. With two it computes for 6 m, and ZB-V never waits.
     for name, placement, memory, optimum in (
         ("1F1B", one_way, p, 3 * (m + p - 1)),
         ("ZB-H1", one_way, p, 3 * m + p - 1),
@@ -91,6 +93,7 @@ def _known(p: int, m: int, seconds: float, seed: int) -> Iterator[Row]:
 def _brute_force(n: int, seed: int) -> Iterator[Row]:
     """Try all orders of ``n`` stages and micro-batches; halves in order of micro-batches."""
     for split in (False, True):
+        # Stages of unequal times, for which no closed form is known.
         costs = [replace(_UNIT, forward_seconds=1 + stage % 2) for stage in range(n)]
         problem = order_problem(costs, n, range(n), UNIT, split, [float(n)] * n)
         if not split:
@@ -101,6 +104,7 @@ def _brute_force(n: int, seed: int) -> Iterator[Row]:
             rank_orders[0] = [
                 order for order in rank_orders[0] if _has_sorted_forwards(order)
             ]
+        # Some of these orders make ranks wait for each other: their period is infinite.
         optimum = min(map(problem.period, product(*rank_orders)))
         begin = time.perf_counter()
         space = SearchSpace(costs, n, memory=float(n), split_backward=split)
@@ -183,6 +187,7 @@ def _unequal(
     """
     hardware = Hardware.preset(config.hardware)
     m = p * config.microbatches
+    # The catalogue has p stages, or 2 p in a V.
     stage_counts = {p, 2 * p, *(p * stages for stages in config.stages)}
     costs_of = {
         n_stages: _costs(name, n_stages, config, device) for n_stages in stage_counts
@@ -196,6 +201,8 @@ def _unequal(
     flushed = [method for method in timed if method not in delayed_methods]
     fastest_flush = min(flushed, key=timed.__getitem__)
     fastest_late = min(delayed_methods, key=timed.__getitem__)
+    # Each method sets a limit of memory. The search has to beat all of the catalogue that fits it,
+    # whose weights are as fresh or late.
     for method in dict.fromkeys((fastest_flush, "1F1B", fastest_late)):
         begin = time.perf_counter()
         memory = timed[method][1]
@@ -203,6 +210,7 @@ def _unequal(
         fitting = [
             rival
             for rival in (delayed_methods if is_late else flushed)
+            # The method itself fits, whatever rounding does.
             if timed[rival][1] <= memory * (1 + 1e-9)
         ]
         best = min(fitting, key=timed.__getitem__)

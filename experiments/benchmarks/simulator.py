@@ -36,6 +36,7 @@ def run(config: DictConfig, device: torch.device, seed: int) -> list[dict[str, A
     ops[name] = len(cyclic.timing.starts)
     rounds = alternate(jobs, config.rounds, torch.device("cpu"), warm_up=0)
     medians = {name: median(seconds) for name, seconds in rounds.items()}
+    # Linux counts in KiB. The peak is that of the whole process, and so the same in all rows.
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024 / 1e9
     rows = []
     for name, seconds in medians.items():
@@ -54,6 +55,7 @@ def run(config: DictConfig, device: torch.device, seed: int) -> list[dict[str, A
 
 
 def _toolkit(schedule: Schedule) -> Callable[[], object]:
+    # Unit costs, as torch's simulator has them.
     costs = unit_costs(schedule.n_stages)
     return lambda: simulate(schedule.lower(1).verify(), costs, UNIT)
 
@@ -72,6 +74,7 @@ def _torch(schedule: Schedule) -> Callable[[], object]:
     }
 
     def lower_and_simulate() -> object:
+        # torch empties the lists that it is given.
         copies = {rank: list(order) for rank, order in orders.items()}
         with_messages = torch_schedules._add_send_recv(copies, **places)
         return torch_schedules._simulate_comms_compute(with_messages, **places)

@@ -30,6 +30,7 @@ class _Sleep(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, forward: float, backward: float) -> Tensor:
         ctx.seconds = backward
+        # Tracing and analysis run the stages, too, and need not wait.
         if not isinstance(x, FakeTensor) and x.device.type != "meta":
             time.sleep(forward)
         return x.clone()
@@ -73,6 +74,7 @@ def random_samples(n: int) -> tuple[Tensor, Tensor]:
 
 def model(n_stages: int, megabytes: float, seconds: float) -> nn.Sequential:
     """Return equal stages of ``megabytes`` in all, which sleep ``seconds`` in a training step."""
+    # A stage sleeps for a forward and a backward, BACKWARD times as long.
     forward = seconds / n_stages / (1 + BACKWARD)
     n_rows = _rows(n_stages, megabytes)
     return nn.Sequential(
@@ -82,11 +84,13 @@ def model(n_stages: int, megabytes: float, seconds: float) -> nn.Sequential:
 
 def _rows(n_stages: int, megabytes: float) -> int:
     """Return the rows of a stage's weight."""
+    # 4 bytes a number.
     return max(1, round(megabytes * MB / 4 / n_stages / COLUMNS))
 
 
 def cut(sleeping_model: nn.Module, n_stages: int) -> Stages:
     """Cut a :func:`model` into its stages."""
+    # Modules of a Sequential are called by their numbers: each but the first begins a stage.
     names = list(map(str, range(1, n_stages)))
     return partition(
         sleeping_model, n_stages, torch.zeros(1, FEATURES), by=names, check=False
@@ -133,6 +137,7 @@ def predicted_times(
     schedule: Schedule, costs: Costs, hardware: Hardware, steps: int
 ) -> list[list[float]]:
     """Return of each rank when the simulator ends the last op of each of ``steps``."""
+    # The very steps that are trained, from the first one on: what piles up in them counts.
     timeline = simulate(schedule.lower(steps).verify(), costs, hardware)
     ends = [[0.0] * steps for _ in range(timeline.n_ranks)]
     for span in timeline.spans:

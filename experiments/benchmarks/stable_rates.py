@@ -114,10 +114,13 @@ def _quadratic(n: int) -> _Case:
         return out.square().mean() / (2 * n)  # 1/2 theta^T H theta, H = 1/S 1 1^T
 
     def stable(losses: Iterator[float]) -> bool:
+        # Losses under momentum and delay oscillate: the largest of each window counts.
         largest_losses: list[float] = []  # of each window
         while len(largest_losses) < _LONG // _WINDOW:
             largest_losses.append(max(next(losses) for _ in range(_WINDOW)))
             ratio = largest_losses[-1] / largest_losses[0] if largest_losses[0] else inf
+            # Also true of NaN. A loss that stays within both bounds is judged by its last window
+            # and the third of ten, since the first ones have the transients of the start.
             if not ratio < 1e4:
                 return False
             if ratio < 1e-6:
@@ -146,6 +149,7 @@ def _networks(n: int, seed: int) -> Iterator[_Case]:
     )
     classes = torch.tensor(digits.target[:_SAMPLES])
     generator = torch.Generator().manual_seed(seed)
+    # A text that can be learned in part: each token is followed by one of two others.
     successors = torch.randint(16, (16, 2), generator=generator)  # two of each token
     tokens = [torch.randint(16, (_SAMPLES,), generator=generator)]
     for _ in range(8):
@@ -176,6 +180,7 @@ def _networks(n: int, seed: int) -> Iterator[_Case]:
         ("decoder, synthetic text", decoder, (text[:, :-1], text[:, 1:])),
     ):
         model.double()
+        # In this order: the second start is the first model, trained.
         for start in ("random", "minimum"):
             if start == "minimum":
                 _to_minimum(model, *batch)
@@ -204,7 +209,9 @@ def _falls(first_loss: float) -> Callable[[Iterator[float]], bool]:
         last_losses: list[float] = []
         for _ in range(_STEPS):
             loss = next(losses)
+            # Their largest counts, since losses oscillate.
             last_losses = [*last_losses[-_STEPS // 10 :], loss]
+            # So far above the first loss it counts as diverged, without further steps.
             if not (isfinite(loss) and loss < 10 * first_loss + 1):
                 return False
         return max(last_losses) < first_loss
@@ -223,6 +230,8 @@ def _to_minimum(model: nn.Module, inputs: Tensor, targets: Tensor) -> None:
         loss.backward()
         return loss
 
+    # Adam comes near a minimum, and L-BFGS finds it: there the gradient vanishes, and the curvature
+    # is that of all further steps.
     adam = torch.optim.Adam(parameters, lr=3e-3)
     for _ in range(500):
         closure()
@@ -293,6 +302,8 @@ def _largest(
     is_stable: Callable[[float], bool], start: float, precision: float
 ) -> float:
     """Return the largest stable rate: search from ``start``, in growing steps, and bisect."""
+    # If `start` is right, the first two rates lie on both sides of it, one `precision` apart, and
+    # the search is over. Otherwise the factor grows until one is stable and the next is not.
     rate = start / precision**0.5
     factor = precision
     start_is_stable = is_stable(rate)

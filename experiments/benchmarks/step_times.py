@@ -41,6 +41,7 @@ def ratios(seconds: Sequence[float], baseline: Sequence[float]) -> list[float]:
 
 def mean_step(moments: Sequence[float], skip: int) -> float:
     """Return the mean seconds of a step after step ``skip``, from the ends of all steps."""
+    # From end to end: with late weights a step begins before the one before it has ended.
     return (moments[-1] - moments[skip]) / (len(moments) - 1 - skip)
 
 
@@ -51,5 +52,6 @@ def job_steps(world: "World", moments: Sequence[float]) -> list[float]:
         world: the ranks.
         moments: when steps of this rank ended, by time.monotonic(), which ranks of a machine share.
     """
+    # A step has ended when its last rank has: a rank alone may be ahead of the others.
     last_ends = [max(ends) for ends in zip(*world.gather(moments), strict=True)]
     return [end - begin for begin, end in pairwise(last_ends)]

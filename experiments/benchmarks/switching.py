@@ -72,6 +72,7 @@ def train_all(net: network.Network, task: SimpleNamespace) -> None:
                 net.shape(rates[0])
             torch.manual_seed(task.seed)
             stages = slept.stages(task.stages, task.megabytes, task.sleep)
+            # The run that switches begins with the first candidate.
             schedule = fixed.get(name) or next(iter(candidates.values()))
             runtime = Distributed(
                 stages, schedule, momentum_sgd, F.cross_entropy, world=world
@@ -84,6 +85,8 @@ def train_all(net: network.Network, task: SimpleNamespace) -> None:
             for result in (chooser or runtime).run([batch] * phase_ends[-1]):
                 moments.append(time.monotonic())
                 steps_done = result.step + 1
+                # The links change between two steps of rank 0. Other ranks may be in
+                # another step.
                 if rank == 0 and steps_done in phase_ends[:-1]:
                     net.shape(rates[phase_ends.index(steps_done) + 1])
             seconds = job_steps(world, moments)
@@ -98,6 +101,7 @@ def train_all(net: network.Network, task: SimpleNamespace) -> None:
 
 def rates_of(task: SimpleNamespace) -> list[float]:
     """Return the bits per second of the links in each phase."""
+    # M is `ratio` times C, and all parameters are sent in M. In bits.
     usual = 8 * MB * task.megabytes / (task.ratio * task.sleep)
     return [
         usual / (task.slower if phase % 2 else 1) for phase in range(len(task.steps))
@@ -163,12 +167,15 @@ def table(
         rounds = [seconds for run, seconds in runs if run == name]
         row: Row = {"run": name, "candidate": name in candidates}
         for phase, (begin, end) in enumerate(bounds):
+            # Without the steps after a change, in which the run has not looked yet. They are in the
+            # whole.
             means = [mean(seconds[begin + task.settled : end]) for seconds in rounds]
             row[f"phase {phase} (s)"] = median(means)
         row["whole (s)"] = median(map(sum, rounds))
         rows.append(row)
     columns = [name for name in rows[0] if name.endswith("(s)")]
     for column in columns:
+        # Fixed schedules that the run may not choose set no mark.
         best = min(row[column] for row in rows if row["candidate"])
         for row in rows:
             row[column.replace("(s)", "/ best")] = round(row[column] / best, 3)

@@ -69,6 +69,7 @@ class Setting:
 
     def plain(self) -> "Plain":
         """Return plain PyTorch."""
+        # Each method trains a copy, so that all start from the same weights.
         return Plain(copy.deepcopy(self.model), self.options, self.device)
 
     def data_parallel(self) -> SingleProcess:
@@ -126,8 +127,12 @@ class Plain:
 
     def capture(self, inputs: Tensor, targets: Tensor) -> Step:
         """Return a function that replays a training step as a CUDA graph."""
+        # A graph reads and writes fixed addresses: batches are copied to the ones that it has
+        # recorded.
         own_inputs = inputs.clone()
         own_targets = targets.clone()
+        # The first steps allocate the optimizer's state and workspaces, which a graph must not
+        # record. torch asks for these steps on a stream of their own.
         stream = torch.cuda.Stream()
         stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(stream):
@@ -142,6 +147,7 @@ class Plain:
             own_inputs.copy_(inputs)
             own_targets.copy_(targets)
             graph.replay()
+            # The next replay overwrites the loss.
             return loss.clone()
 
         return replay

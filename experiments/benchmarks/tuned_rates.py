@@ -32,6 +32,7 @@ def tuned_runs(folder: str | Path) -> list[Run]:
     first_runs: dict[str, Run] = {}
     for run in read_runs([folder]):
         if run.kind == "compare" and run.state == "finished" and run.rule is not None:
+            # Any seed: a rule has one learning rate.
             first_runs.setdefault(run.rule, run)
     for run in first_runs.values():
         if run.config["optimizer"].get("_target_") != "torch.optim.SGD":
@@ -77,6 +78,7 @@ def rate_rows(
         row["certified"] = None if curvature is None else certificate.rate(curvature)
         rows.append(row)
     for row in rows:
+        # What both rates have in common, such as the curvature, cancels.
         row["tuned / first"] = row["tuned"] / rows[0]["tuned"]
         row["certified / first"] = row["limit"] / rows[0]["limit"]
     return rows
@@ -84,6 +86,7 @@ def rate_rows(
 
 def _highest_rate(run: Run) -> float:
     """Return the learning rate at which SGD trains for longest: the highest of any epoch."""
+    # With a warm-up the highest rate comes later than the first epoch.
     rates = [epoch.get("learning_rate", nan) for epoch in run.epochs]
     reached = [rate for rate in rates if not isnan(rate)]
     return max(reached, default=run.config["optimizer"]["lr"])
@@ -96,6 +99,7 @@ def correlations(rows: Sequence[Mapping[str, Any]]) -> Row:
     tuned = [row["tuned"] for row in rows]
     certified = [row["limit"] for row in rows]
     ranks = spearmanr(tuned, certified)
+    # Rates are tried by factors, so their logarithms are what is evenly spaced.
     logs = pearsonr([log(rate) for rate in tuned], [log(rate) for rate in certified])
     return {
         "rules": len(rows),

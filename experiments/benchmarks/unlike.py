@@ -51,6 +51,7 @@ def compare(task: SimpleNamespace) -> list[Row]:
     world = join(device="cpu")
     equal_speeds = [1.0] * task.ranks
     equal_schedule = assign_by_speed(task.stages, task.microbatches, equal_speeds)
+    # 1. Measure costs and speeds where each rank runs all stages.
     _, runtime = _train(world, task, equal_schedule)
     costs, hardware = runtime.costs()
 
@@ -70,13 +71,17 @@ def compare(task: SimpleNamespace) -> list[Row]:
             schedule = search(
                 space, seconds=task.search_seconds, seed=task.seed
             ).schedule
+        # A search ends by the clock, and so might differ from rank to rank: rank 0's counts for
+        # all.
         return world.gather(schedule)[0]
 
+    # 2. Assign both kinds of work as if ranks were alike, and by their speeds.
     ways = {"micro-batches": assign_microbatches, "stages": assign_stages}
     speeds_by = {"number": equal_speeds, "speeds": hardware.speeds}
     rows = []
     for (work, assign), (by, speeds) in product(ways.items(), speeds_by.items()):
         schedule = assign(speeds)
+        # By the measured speeds in both cases: only the assignment may suppose equal ones.
         predicted = simulate_steady_steps(schedule, costs, hardware).step_time
         step_seconds, _ = _train(world, task, schedule)
         measured = median(step_seconds)

@@ -43,6 +43,7 @@ def run(config: DictConfig, device: torch.device, seed: int) -> list[dict[str, A
             config.vocabulary, config.tokens, config.layers, config.hidden, config.heads
         )
     example = Sequences(config.tokens, config.vocabulary).example(config.batch, "meta")
+    # One analysis for each width serves all numbers of workers.
     costs_of = {}
     for width in widths:
         costs_of[width.devices] = ModelCosts(
