@@ -91,7 +91,7 @@ def main(config: DictConfig) -> None:
 
     # 2. Simulate them.
     folder = output_folder()
-    n_simulations = 2 * len(schedules) + 1
+    n_simulations = 2 * len(schedules)
     with tqdm(unit=" simulations", leave=False, total=n_simulations) as bar:
         bar.set_description("tracing the model")
         if file_costs is None:

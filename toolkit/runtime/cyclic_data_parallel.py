@@ -106,7 +106,7 @@ class CyclicDataParallel(nn.Module):
             has the whole model; a schedule; or ``auto``: of ``dp``, ``cdp_v1`` and ``cdp_v2``, with
             their chains and cut, the one that :func:`toolkit.cost.worker_forms.best_rule` takes.
         accumulate: passes of each rank in a training step; all but the last may be in
-            :meth:`no_sync`.
+            :meth:`no_sync`. Gradients of passes add up, as under DDP: the loop divides the loss.
         counted: whether losses are sums with a count, given by :meth:`backward`.
         partition: what ``stages``, if they are a number, share equally: ``flops``, ``parameters``
             or ``activations``. On slow links ``parameters`` makes messages equal.
