@@ -43,7 +43,11 @@ _WITHIN = 0.1  # share of a step that fresher weights may cost
 AFFORDABLE = "affordable delay"
 _HALF = {"compression": "bf16"}
 _PACED = {"pacing": True, "chunk_mb": 0.25}
-_QUANTIZED = {"8-bit": {"compression": "int8"}, "4-bit": {"compression": "int4"}}
+_CODED = {
+    "8-bit": {"compression": "int8"},
+    "4-bit": {"compression": "int4"},
+    "top-k": {"compression": "topk"},
+}
 _LOW_RANK = {"rank 4": {"compression": "powersgd", "low_rank": 4}}
 METHODS = {
     "DDP": Method(DDP),
@@ -51,7 +55,7 @@ METHODS = {
     "DDP 16-bit": Method(DDP, options=_HALF),
     **{
         f"DDP {suffix}": Method(DDP, options=options)
-        for suffix, options in (_QUANTIZED | _LOW_RANK).items()
+        for suffix, options in (_CODED | _LOW_RANK).items()
     },
     "delayed all-reduce": Method(DelayedAllReduce, 1),
     "delayed all-reduce 16-bit": Method(DelayedAllReduce, 1, _HALF),
@@ -63,8 +67,7 @@ METHODS = {
             (" 16-bit", _HALF),
             (" paced", _PACED),
             (" 16-bit paced", _HALF | _PACED),
-            (" 8-bit", _QUANTIZED["8-bit"]),
-            (" 4-bit", _QUANTIZED["4-bit"]),
+            *((f" {suffix}", options) for suffix, options in _CODED.items()),
         )
     },
     AFFORDABLE: Method(Distributed, AFFORDABLE),

@@ -76,7 +76,15 @@ def test_low_rank_is_predicted_to_send_its_factors(bench):
     assert bench.predicted(asleep(), at, "DDP rank 4") == pytest.approx(seconds)
 
 
-@pytest.mark.parametrize("method", ["CDP-v1 4-bit", "CDP-v2 8-bit"])
+def test_the_last_bucket_of_the_largest_numbers_is_predicted_to_be_waited_for(bench):
+    """16 of 256 numbers, with their places and a scale; a bucket takes 4 s as it is."""
+    at = bench.Link(2, 8.0, 2.0, 2.4, 16.0)
+    seconds = 2.4 + (4 + 2 * 16) / (256 * 4) * 4.0
+    found = bench.predicted(asleep(), at, "DDP top-k")
+    assert found == pytest.approx(seconds, rel=1e-3)
+
+
+@pytest.mark.parametrize("method", ["CDP-v1 4-bit", "CDP-v1 top-k", "CDP-v2 8-bit"])
 def test_late_weights_with_small_messages_are_predicted_to_hide_them(bench, method):
     at = bench.Link(2, 1.0, 16.0, 2.4, 2.4)
     assert bench.predicted(asleep(), at, method) == pytest.approx(2.4)

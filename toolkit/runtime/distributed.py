@@ -14,7 +14,7 @@ from toolkit.errors import UserError, check_choice, whole
 from toolkit.runtime.base import Steps
 from toolkit.runtime.executor import Executor
 from toolkit.runtime.local_runtime import OnRanks
-from toolkit.runtime.message_layout import COMPRESSIONS, Layouts
+from toolkit.runtime.message_layout import MESSAGE_DTYPES, Layouts
 from toolkit.runtime.message_transfer import Messages, groups_and_pairs, largest_chunk
 from toolkit.runtime.meters.measurements import Measurements
 from toolkit.runtime.meters.meter import Meter
@@ -106,7 +106,7 @@ class Distributed(OnRanks):
     _way_out = "start the ranks again"  # since messages are still under way
 
     def __post_init__(self) -> None:
-        check_choice("compression", self.compression, (*COMPRESSIONS, *MESSAGE_CODES))
+        check_choice("compression", self.compression, (*MESSAGE_DTYPES, *MESSAGE_CODES))
         self._gradient_code = MESSAGE_CODES.get(self.compression)
         whole(self.per_machine, "per_machine", 0)
         if self.chunk_mb is not None and not 0 < self.chunk_mb < inf:
@@ -128,7 +128,7 @@ class Distributed(OnRanks):
         self._layouts = RankLayouts(
             self.world,
             self._runners,
-            COMPRESSIONS.get(self.compression),
+            MESSAGE_DTYPES.get(self.compression),
             self._compressors,
             self._boundary_codes,
             self._row,

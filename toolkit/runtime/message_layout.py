@@ -29,7 +29,7 @@ from toolkit.runtime.rank import Payload
 from toolkit.runtime.updater import GradientSum
 from toolkit.schedule import Buffer, Instruction
 
-COMPRESSIONS = {"none": None, "fp16": torch.float16, "bf16": torch.bfloat16}
+MESSAGE_DTYPES = {"none": None, "fp16": torch.float16, "bf16": torch.bfloat16}
 """The types in which gradients and weights can travel, by the name of the option."""
 
 

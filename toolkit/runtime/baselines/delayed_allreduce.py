@@ -12,7 +12,7 @@ from toolkit.errors import check_choice
 from toolkit.runtime.base import Steps
 from toolkit.runtime.baselines.baseline import Baseline, check_data_parallel
 from toolkit.runtime.losses import COUNT
-from toolkit.runtime.message_layout import COMPRESSIONS, Layout
+from toolkit.runtime.message_layout import MESSAGE_DTYPES, Layout
 from toolkit.runtime.microbatches import BatchReader, StepResult
 from toolkit.runtime.process_group.world import World
 from toolkit.runtime.stage import Values, leaves, take_gradients
@@ -46,7 +46,7 @@ class DelayedAllReduce(Baseline):
     compression: str = "none"
 
     def __post_init__(self) -> None:
-        check_choice("compression", self.compression, COMPRESSIONS)
+        check_choice("compression", self.compression, MESSAGE_DTYPES)
         self._messages: list[_Message] = []  # under way, of each stage
         super().__post_init__()
 
@@ -101,7 +101,7 @@ class DelayedAllReduce(Baseline):
             exact = runner.take_statistics() | counts
             gradients = take_gradients(weights)
             messages.append(
-                _Message(gradients, exact, COMPRESSIONS[self.compression], self.world)
+                _Message(gradients, exact, MESSAGE_DTYPES[self.compression], self.world)
             )
         # These messages travel while the step before is applied and the next one computes.
         self._update(keep_old=False)
