@@ -48,6 +48,16 @@ _CODED = {
     "4-bit": {"compression": "int4"},
     "top-k": {"compression": "topk"},
 }
+_OF_PROGRAMS: dict[str, dict[str, Any]] = {
+    "": {},
+    " 16-bit": _HALF,
+    " paced": _PACED,
+    " 16-bit paced": _HALF | _PACED,
+    " 8-bit": _CODED["8-bit"],
+    " 4-bit": _CODED["4-bit"],
+    " top-k": _CODED["top-k"],
+}
+"""Options of a runtime that follows a program, by what its name ends with."""
 _LOW_RANK = {"rank 4": {"compression": "powersgd", "low_rank": 4}}
 METHODS = {
     "DDP": Method(DDP),
@@ -62,13 +72,7 @@ METHODS = {
     **{
         f"{name}{suffix}": Method(Distributed, delay, options)
         for name, delay in (("CDP-v1", 1), ("CDP-v2", "freshest"))
-        for suffix, options in (
-            ("", {}),
-            (" 16-bit", _HALF),
-            (" paced", _PACED),
-            (" 16-bit paced", _HALF | _PACED),
-            *((f" {suffix}", options) for suffix, options in _CODED.items()),
-        )
+        for suffix, options in _OF_PROGRAMS.items()
     },
     AFFORDABLE: Method(Distributed, AFFORDABLE),
     "groups of 2": Method(Distributed, AFFORDABLE, together=2),
