@@ -69,7 +69,6 @@ def main(config: DictConfig) -> None:
         model_name,
         settle_delays,
     )
-    from toolkit.cost.compression import check_boundary_compression
     from toolkit.cost.tensor_width import Width
     from toolkit.results import describe, write_result
     from toolkit.training import pick_device
@@ -81,10 +80,7 @@ def main(config: DictConfig) -> None:
     form = analysed_form(config)
     settle_delays(config, lambda: form, file_costs)
     schedules = build_schedules(config)
-    check_compressed(schedules, config.compression, config.width)
-    check_boundary_compression(
-        config.boundary_compression, schedules.values(), config.width
-    )
+    check_messages(config, schedules)
     device = pick_device(config.device) if config.measured else torch.device("meta")
     hardware = build_hardware(config.hardware)
     width = Width(config.width, hardware, config.width_efficiency)
@@ -210,6 +206,16 @@ def costs_of_file(config: DictConfig) -> "FileCosts":
     file_costs = read_costs(Path(config.costs))
     file_costs.check_batch(config.batch)
     return replace(file_costs, checkpoint=config.checkpoint)
+
+
+def check_messages(config: DictConfig, schedules: "dict[str, Schedule]") -> None:
+    """Raise UserError if a schedule has no messages that could be compressed as asked."""
+    from toolkit.cost.compression import check_boundary_compression
+
+    check_compressed(schedules, config.compression, config.width)
+    check_boundary_compression(
+        config.boundary_compression, schedules.values(), config.width
+    )
 
 
 def check(config: DictConfig) -> None:

@@ -46,7 +46,6 @@ def main(config: DictConfig) -> Ended:
     show_import()
     from toolkit.plan.rate_check import check_rate
     from toolkit.results import Progress
-    from toolkit.results.provenance import resume_command
     from toolkit.results.run_recorder import RunRecorder
     from toolkit.training import StoppedError
     from toolkit.training.checkpoint import from_rank_0
@@ -88,8 +87,7 @@ def main(config: DictConfig) -> Ended:
                 recorder.upload_weights()
                 saved = "nothing is saved: start it again"
                 if stopped.saved:
-                    command = resume_command(folder) + trust_option(folder, "train")
-                    saved = f"it continues by:\n  {command}"
+                    saved = f"it continues by:\n  {continuing_command(folder)}"
                 stop_text = f"stopped by {stopped}; {saved}"
         if stop_text:
             if is_rank_zero():
@@ -104,6 +102,13 @@ def main(config: DictConfig) -> Ended:
 
     show_places(recorder, folder)
     return Ended(1 if recorder.unwritten or outcome.weights_lost else 0, objective)
+
+
+def continuing_command(folder: Path) -> str:
+    """Return the command that continues a run that has been stopped."""
+    from toolkit.results.provenance import resume_command
+
+    return resume_command(folder) + trust_option(folder, "train")
 
 
 def show_result(

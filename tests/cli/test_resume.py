@@ -11,7 +11,7 @@ from hydra.core.override_parser.overrides_parser import OverridesParser
 
 from tests.experiments.command import TINY, refused, rows, run, succeeded
 from toolkit.cli.hydra_args import flags_first, quoted, shell_option, unquoted
-from toolkit.cli.resume import resume_arguments
+from toolkit.cli.resume import resume_arguments, resuming
 from toolkit.cli.sweeps import alone_in
 from toolkit.errors import UserError
 
@@ -149,6 +149,14 @@ def test_options_that_could_run_code_need_trust(folder, option):
     )
     with pytest.raises(UserError, match="trust=true"):
         resume_arguments(["-m", f"resume={folder}"], "train")
+
+
+def test_the_command_that_continues_a_run_of_ones_own_model_trusts_it(folder):
+    assert shlex.split(resuming(folder, "train")) == [f"resume={folder}"]
+    write_options(folder, ["schedule=dp", "model.target=my_net.mlp"])
+    arguments = shlex.split(resuming(folder, "train"))
+    assert arguments == [f"resume={folder}", "trust=true"]
+    assert "model.target=my_net.mlp" in resume_arguments(arguments, "train")
 
 
 @pytest.mark.parametrize("name", ["checkpoints", ".hydra/config.yaml", "0/status.json"])
