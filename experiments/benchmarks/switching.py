@@ -167,8 +167,8 @@ def table(
         rounds = [seconds for run, seconds in runs if run == name]
         row: Row = {"run": name, "candidate": name in candidates}
         for phase, (begin, end) in enumerate(bounds):
-            # Without the steps after a change, in which the run has not looked yet. They are in the
-            # whole.
+            # The mean leaves out the steps after a change until the run looks at its costs again.
+            # The time of the whole run has them.
             means = [mean(seconds[begin + task.settled : end]) for seconds in rounds]
             row[f"phase {phase} (s)"] = median(means)
         row["whole (s)"] = median(map(sum, rounds))

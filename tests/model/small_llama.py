@@ -98,6 +98,14 @@ class Llama(nn.Module):
         return self.output(self.norm(x))
 
 
+def shard_own_modules(stage, mesh, plan):
+    """Shard the modules of a plan for the whole model that this stage has."""
+    names = {name for name, _ in stage.named_modules()}
+    parallelize_module(
+        stage, mesh, {name: plan[name] for name in plan if name in names}
+    )
+
+
 def parallelize(stage, mesh, output=None):
     """Shard the modules of a stage by the tutorial's plan; names are those of the whole model."""
     plan = {
@@ -114,10 +122,7 @@ def parallelize(stage, mesh, output=None):
             f"{layer}.feed_forward.w2": RowwiseParallel(),
             f"{layer}.feed_forward.w3": ColwiseParallel(),
         }
-    names = {name for name, _ in stage.named_modules()}
-    parallelize_module(
-        stage, mesh, {name: plan[name] for name in plan if name in names}
-    )
+    shard_own_modules(stage, mesh, plan)
 
 
 def parallelize_loss(stage, mesh):
@@ -161,10 +166,7 @@ def parallelize_transformers(stage, mesh):
             f"{layer}.mlp.up_proj": ColwiseParallel(),
             f"{layer}.mlp.down_proj": RowwiseParallel(),
         }
-    names = {name for name, _ in stage.named_modules()}
-    parallelize_module(
-        stage, mesh, {name: plan[name] for name in plan if name in names}
-    )
+    shard_own_modules(stage, mesh, plan)
 
 
 def token_loss(scores, tokens):

@@ -281,8 +281,8 @@ def _expanded_sizes(node: fx.Node, sizes: Any) -> Any:
     """Return the sizes of an expand, with -1 for each that it keeps."""
     before = _shape(node.args[0])
     n_new = len(sizes) - len(before)
-    kept = list(sizes)
+    expanded_sizes = list(sizes)
     for index, size in enumerate(before):
         if type(size) is int and sizes[n_new + index] == size:
-            kept[n_new + index] = -1
-    return kept
+            expanded_sizes[n_new + index] = -1
+    return expanded_sizes

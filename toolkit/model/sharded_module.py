@@ -213,7 +213,7 @@ def parallelized(
 
 
 def _uncalled_modules(stage: fx.GraphModule) -> str:
-    """Return the names of some modules of which the stage has the weights alone."""
+    """Return the names of some modules whose weights the stage reads without calling them."""
     names = []
     for name, module in stage.named_modules():
         # torch.fx makes such a module to hold what a graph reads by a dotted name.

@@ -10,7 +10,8 @@ from toolkit.runtime.process_group.join import join, leave
 from toolkit.torchrun import is_rank_zero
 
 _MESSAGE_BYTES = 2**22
-_ROUNDS = 3  # of which the fastest counts: what disturbs a link only makes it slower
+# The fastest round counts, since other traffic only makes a link slower.
+_ROUNDS = 3
 
 
 def with_measured_links(hardware: Hardware, device: str = "auto") -> Hardware | None:

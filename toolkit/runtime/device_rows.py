@@ -70,14 +70,14 @@ class DeviceRow:
             return loss
         return ShardedLoss(loss, last_stage, self.row.compute)
 
-    def check_outputs(self, inputs: Sequence[Tensor], found: Layout) -> None:
+    def check_outputs(self, inputs: Sequence[Tensor], local_outputs: Layout) -> None:
         """Raise UserError unless the loss gets what the whole model returns.
 
         A plan that leaves a shard of the scores on each device would train by a part of the loss.
 
         Args:
             inputs: of a micro-batch, on the meta device.
-            found: outputs of the last stage on a device.
+            local_outputs: of the last stage on a device.
         """
         if not self.stages[-1].skeleton.gathers:
             return  # its loss takes shards
@@ -85,7 +85,7 @@ class DeviceRow:
         with kept_generators(values):
             for stage in self.stages:
                 values = stage.whole_stage(*values)
-        for tensor in found.tensors:
+        for tensor in local_outputs.tensors:
             whole_shape = tuple(values[cast(int, tensor.place)].shape)
             if tensor.shape != whole_shape:
                 raise UserError(

@@ -158,8 +158,8 @@ class ShardedStage:
             raise UserError(
                 f"parallelize: got different gradients of {name} on the devices of a rank; expected"
                 " the same, since the plan leaves it whole. It meets shards of activations: add"
-                " its module to the plan, such as SequenceParallel(), or layers that the plan"
-                " lacks, such as k and v beside q"
+                " its module to the plan, such as SequenceParallel(), or the layers that belong"
+                " together, such as q, k and v"
             )
         self._has_alike_gradients = True
 
