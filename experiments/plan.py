@@ -161,7 +161,9 @@ def measured_here(
         lambda: build_model(config.model, form).to(device),
         samples,
         options=PilotOptions(
-            compute=config.pilot_compute or compute, budget=config.pilot_seconds
+            compute=config.pilot_compute or compute,
+            overhead=True,
+            budget=config.pilot_seconds,
         ),
         on_progress=on_progress,
     )

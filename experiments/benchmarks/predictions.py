@@ -7,7 +7,6 @@ in alternating rounds, and medians count.
 """
 
 import random
-import time
 from collections.abc import Collection, Sequence
 from copy import deepcopy
 from dataclasses import replace
@@ -15,13 +14,11 @@ from statistics import median
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from omegaconf import DictConfig
 from torch.nn import functional as F
 from tqdm import tqdm
 
 from benchmarks.checks import check_cpu
-from benchmarks.null_model import measure_overhead, measured_costs
 from benchmarks.training_steps import N_CLASSES, momentum_sgd, random_images
 from toolkit.cli.check_options import check_counts
 from toolkit.cost import Costs, Hardware, Timeline, profile, recomputing, simulate
@@ -30,9 +27,14 @@ from toolkit.errors import UserError
 from toolkit.format import MB
 from toolkit.model import build, partition
 from toolkit.plan.candidates import Candidate, candidates
-from toolkit.runtime import Distributed, StepOptions, World, join, launch
+from toolkit.plan.measured_machine import measure_hardware
+from toolkit.plan.runtime_overhead import (
+    measure_overhead,
+    measured_costs,
+    step_seconds,
+)
+from toolkit.runtime import Distributed, StepOptions, join, launch
 from toolkit.runtime.meters.measurements import Measurements
-from toolkit.runtime.microbatches import GlobalBatch
 from toolkit.schedule.instruction import Action
 from toolkit.schedule.program import Program
 from toolkit.schedule.steady_state import steps_to_time
@@ -40,8 +42,6 @@ from toolkit.schedule.steady_state import steps_to_time
 _RANKS = 2
 _RECORDED = 6  # training steps whose memory is measured, before those that are timed
 _ROUNDS = 3  # of timing stages and training steps
-_MESSAGES = 1 << 12, 1 << 22  # bytes
-_REPEATS = 15
 _SUMMING = Action.BACKWARD, Action.BACKWARD_WEIGHT
 
 
@@ -72,7 +72,7 @@ def measure(options: dict[str, Any], seed: int) -> list[dict[str, Any]]:
     world = join(device="cpu")
     size = options["image_size"]
     hardware = measure_hardware(world)
-    overhead = measure_overhead(world, hardware, step_seconds)
+    overhead = measure_overhead(world, hardware)
     inputs, targets = random_images(options["batch"], size)
     rows = []
     for name, candidate in tqdm(draw_candidates(options, seed), disable=world.rank > 0):
@@ -152,62 +152,6 @@ def _errors(
         "at most MB": round(max(map(sum, bounds)) / MB, 3),
         "memory error (%)": round(100 * (predicted_peak / measured_peak - 1), 1),
     }
-
-
-def step_seconds(
-    world: World, runtime: Distributed, batch: GlobalBatch, n_steps: int
-) -> float:
-    """Return the seconds of a training step on the slowest rank."""
-    world.barrier()
-    # Steps at both ends overlap with steps that are not timed.
-    n_overlapping = 1 + runtime.schedule.max_staleness
-    n_steps = max(n_steps, 2 * n_overlapping + 1)
-    moments = [time.perf_counter()]
-    moments += [time.perf_counter() for _ in runtime.run([batch] * n_steps)]
-    seconds = moments[-1 - n_overlapping] - moments[n_overlapping]
-    return max(world.gather(seconds / (n_steps - 2 * n_overlapping)))
-
-
-def measure_hardware(world: World) -> Hardware:
-    """Time messages between the two ranks, and copies in memory."""
-    messages = [torch.zeros(n_bytes // 4) for n_bytes in _MESSAGES]
-    seconds_of_message: list[list[float]] = [[] for _ in messages]
-    for _ in range(_REPEATS):
-        # In turn: other work of the machine slows both.
-        for message, seconds in zip(messages, seconds_of_message, strict=True):
-            world.barrier()
-            begin = time.perf_counter()
-            for sender in (0, 1):  # there and back
-                send_or_receive = dist.send if world.rank == sender else dist.recv
-                send_or_receive(message, 1 - world.rank)
-            seconds.append((time.perf_counter() - begin) / 2)
-    # The slower rank decides, since a message needs both.
-    small, large = (
-        max(world.gather(median(seconds))) for seconds in seconds_of_message
-    )
-    bandwidth, latency = link_of(small, large)
-
-    source = torch.zeros(1 << 22)
-    target = torch.zeros(1 << 22)
-    memory_rates = []
-    for _ in range(_REPEATS):
-        begin = time.perf_counter()
-        target.copy_(source)
-        # A copy reads and writes each byte.
-        memory_rates.append(2 * source.nbytes / (time.perf_counter() - begin))
-    memory_bandwidth = min(world.gather(median(memory_rates)))
-    # The rate of operations plays no part: all stages are timed.
-    return Hardware("this machine", 1e11, memory_bandwidth, bandwidth, latency)
-
-
-def link_of(small_seconds: float, large_seconds: float) -> tuple[float, float]:
-    """Return bandwidth (bytes/s) and latency (s) from the times of both sizes of messages."""
-    latency = small_seconds
-    # Other work of the machine may slow small messages more than large ones. Then the latency is
-    # unknown, and all of a large message's time counts as that of its bytes.
-    if large_seconds <= small_seconds:
-        latency = 0.0
-    return (_MESSAGES[1] - _MESSAGES[0]) / (large_seconds - latency), latency
 
 
 def _medians(costs_of_round: Sequence[Costs]) -> Costs:

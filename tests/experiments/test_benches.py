@@ -185,13 +185,6 @@ def test_bench_predictions(tmp_path):
             assert row["measured MB"] == pytest.approx(row["predicted MB"], rel=0.02)
 
 
-def test_a_link_has_a_bandwidth_whatever_slows_its_small_messages(benchmark_module):
-    link_of = benchmark_module("predictions").link_of
-    n_bytes = 2**22 - 2**12
-    assert link_of(1.0, 3.0) == (n_bytes / 2, 1.0)
-    assert link_of(3.0, 1.0) == (n_bytes, 0.0)
-
-
 @thorough
 def test_bench_resume(tmp_path):
     small = "'model=resnet8','data=synthetic','data.n_train=200','data.image_size=8','batch=4'"

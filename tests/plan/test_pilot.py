@@ -3,6 +3,7 @@
 import copy
 from dataclasses import replace
 from functools import partial
+from importlib import import_module
 
 import numpy as np
 import pytest
@@ -22,6 +23,7 @@ from toolkit.plan import (
 )
 from toolkit.plan.candidates import Candidate
 from toolkit.plan.pilot import _corrected
+from toolkit.plan.runtime_overhead import RuntimeOverhead
 from toolkit.schedule import ScheduleSpec
 from toolkit.training.data import Datasets, Tokens, synthetic
 
@@ -291,6 +293,21 @@ def test_without_training_steps_progress_ends_with_the_prediction():
     assert said[-1] == ("predicting", 1.0)
     assert found.training is None
     assert found.untrained == "steps=0"
+
+
+@pytest.mark.parametrize("compute", ["measured", "roofline"])
+def test_measured_predictions_include_the_time_of_the_runtime(monkeypatch, compute):
+    overhead = RuntimeOverhead(op=1.0, tensor=0.0, message=0.0, byte=0.0, update=0.0)
+    module = import_module("toolkit.plan.pilot")  # the package's pilot is the function
+    monkeypatch.setattr(module, "runtime_overhead", lambda: overhead)
+    options = PilotOptions(batch=4, steps=0, compute=compute, overhead=True)
+    found = pilot(net(), PAIR, 2, options=options)
+    assert found.overhead == (overhead if compute == "measured" else None)
+    n_ops = (
+        4 if found.overhead else 0
+    )  # a worker's forwards and backwards of two stages
+    for rule in found.rules:
+        assert rule.without_links == pytest.approx(n_ops, abs=0.5)
 
 
 def test_divergence_is_reported():

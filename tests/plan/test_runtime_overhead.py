@@ -7,15 +7,11 @@ from torch import nn
 
 from toolkit.cost import StageCost
 from toolkit.model import partition
+from toolkit.plan.runtime_overhead import RuntimeOverhead, count, solve
 from toolkit.schedule import catalog
 
 N_STAGES = 2
 PARAMETER_BYTES = 100.0
-
-
-@pytest.fixture
-def null_model(benchmark_module):
-    return benchmark_module("null_model")
 
 
 def cut():
@@ -35,7 +31,7 @@ def costs():
     return (cost,) * N_STAGES
 
 
-def test_solve_finds_what_each_thing_takes(null_model):
+def test_solve_finds_what_each_thing_takes():
     counts = np.array(
         [
             [2, 8, 1, 0, 1],
@@ -46,22 +42,22 @@ def test_solve_finds_what_each_thing_takes(null_model):
         ]
     )
     seconds_of_thing = [0.5, 0.25, 0.125, 1e-9, 2.0]
-    found = null_model.solve(counts, counts @ seconds_of_thing)
-    assert found == null_model.RuntimeOverhead(*map(pytest.approx, seconds_of_thing))
+    found = solve(counts, counts @ seconds_of_thing)
+    assert found == RuntimeOverhead(*map(pytest.approx, seconds_of_thing))
 
 
-def test_nothing_takes_negative_seconds(null_model):
+def test_nothing_takes_negative_seconds():
     """Noise can make it seem so; the others then explain all."""
     counts = np.array([[1, 0, 1, 0, 0], [2, 0, 1, 0, 0], [3, 0, 1, 0, 0]])
-    found = null_model.solve(counts, np.array([0.9, 1.9, 2.9]))
+    found = solve(counts, np.array([0.9, 1.9, 2.9]))
     assert found.message == 0
     assert found.op == pytest.approx(0.95, rel=0.05)
 
 
 @pytest.mark.parametrize("steps", [1, 3])
-def test_counts_are_those_of_a_step_and_rank(null_model, steps):
+def test_counts_are_those_of_a_step_and_rank(steps):
     program = catalog.data_parallel(2, n_stages=N_STAGES, accumulate=3).lower(steps)
-    counts = null_model.count(program, cut(), costs())
+    counts = count(program, cut(), costs())
     n_ops, n_tensors, n_messages, n_bytes, n_updates = counts
     assert (n_ops, n_updates) == (2 * N_STAGES * 3, N_STAGES)
     assert n_tensors == 2 * 3 * (2 + 4)
@@ -69,10 +65,8 @@ def test_counts_are_those_of_a_step_and_rank(null_model, steps):
     assert n_bytes == N_STAGES * PARAMETER_BYTES
 
 
-def test_an_op_takes_its_share_of_all(null_model):
-    overhead = null_model.RuntimeOverhead(
-        op=1.0, tensor=0.1, message=5.0, byte=0.01, update=7.0
-    )
+def test_an_op_takes_its_share_of_all():
+    overhead = RuntimeOverhead(op=1.0, tensor=0.1, message=5.0, byte=0.01, update=7.0)
     schedule = catalog.data_parallel(2, n_stages=N_STAGES)
     program = schedule.lower(2)
     # Of a rank: 4 ops of 3 tensors in the mean, 2 messages of 100 bytes, and 2 updates.
@@ -82,8 +76,8 @@ def test_an_op_takes_its_share_of_all(null_model):
         assert cost.backward_seconds == pytest.approx(3.0 + more)
 
 
-def test_halves_of_a_backward_are_two_ops(null_model):
-    overhead = null_model.RuntimeOverhead(1.0, 0.0, 0.0, 0.0, 0.0)
+def test_halves_of_a_backward_are_two_ops():
+    overhead = RuntimeOverhead(1.0, 0.0, 0.0, 0.0, 0.0)
     program = catalog.zero_bubble(N_STAGES, 4).lower(1)
     (cost, _) = overhead.added_to(costs(), program, cut())
     assert cost.forward_seconds == pytest.approx(3.0)

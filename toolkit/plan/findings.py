@@ -12,6 +12,7 @@ from toolkit.format import duration, size
 from toolkit.model import Images, InputSpec
 from toolkit.plan.advice import Advice, advise, gains
 from toolkit.plan.predictions import Prediction
+from toolkit.plan.runtime_overhead import RuntimeOverhead
 from toolkit.results import Estimate
 
 if TYPE_CHECKING:
@@ -134,6 +135,7 @@ class Pilot:
         form: inputs and outputs of the model.
         certified: whether late weights have the correction of the larger stable rate.
         slack: smallest and largest factor on the seconds of computing.
+        overhead: what the runtime itself takes, which predicted steps include; None: they do not.
         seconds: that the pilot took.
     """
 
@@ -151,6 +153,7 @@ class Pilot:
     form: InputSpec = Images(3, 224, 224, 10)
     certified: bool = False
     slack: tuple[float, float] = (1.0, 1.0)
+    overhead: RuntimeOverhead | None = None
     seconds: float = 0.0
 
     def of(self, rule: str) -> RuleFindings:
@@ -250,6 +253,10 @@ class Pilot:
         source = "of its roofline"
         if self.compute == "measured":
             source = "measured here"
+        if self.overhead is not None:
+            source += (
+                f", and the runtime's own, of an op {self.overhead.op * 1e6:.0f} µs"
+            )
         memory = "memory not given"
         if self.limited:
             memory = f"{self.room} a device"

@@ -17,6 +17,7 @@ from toolkit.plan.measure import OnProgress
 from toolkit.plan.model_cut import Model, ModelCut, cut_model
 from toolkit.plan.pilot_bench import PilotBench
 from toolkit.plan.pilot_training import NORM_BATCHES
+from toolkit.plan.runtime_overhead import runtime_overhead
 from toolkit.plan.stability import largest_stable_rate
 from toolkit.results import describe
 from toolkit.runtime.make_optimizer import MakeOptimizer
@@ -58,6 +59,10 @@ class PilotOptions:
             speed; by default devices like this one with links of 10 Gbit/s.
         compute: source of the predicted computing times: ``measured`` here, or the ``roofline``
             of the hardware.
+        overhead: whether two processes also measure the runtime's own time, of an op, a message
+            and an update, which predicted steps then include. It takes half a minute beyond the
+            budget, and counts where computing is measured on a CPU: a GPU computes while the
+            runtime prepares.
         budget: approximate seconds that the pilot may take; it bounds the training steps.
         seeds: runs of each rule.
         steps: training steps of a run; by default what the budget allows, at most 300.
@@ -73,6 +78,7 @@ class PilotOptions:
     loss: Loss = cross_entropy
     hardware: Hardware | None = None
     compute: str = "measured"
+    overhead: bool = False
     budget: float = 60.0
     seeds: int = 3
     steps: int | None = None
@@ -224,6 +230,12 @@ def _measure_and_train(
         on_progress: as of :func:`pilot`.
     """
     device = model_cut.device
+    if options.overhead and options.compute == "measured" and device.type == "cpu":
+        on_progress("measuring the runtime's own time", 0.0)
+        overhead_start = time.perf_counter()
+        findings = replace(findings, overhead=runtime_overhead())
+        # What this takes does not count in the budget.
+        start += time.perf_counter() - overhead_start
     # The caller's random numbers stay as they were, on the CPU and on the model's device.
     with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
         # A fifth of the budget: most of the time is for the training, which decides on accuracy.

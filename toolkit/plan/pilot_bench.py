@@ -20,6 +20,7 @@ from toolkit.runtime.make_optimizer import MakeOptimizer
 from toolkit.runtime.step_options import Loss
 from toolkit.schedule import Schedule
 from toolkit.schedule.reduction_order import IN_ORDER
+from toolkit.schedule.steady_state import steps_to_time
 from toolkit.training.data import Batch
 
 _ROUNDS = 7
@@ -102,16 +103,19 @@ class PilotBench:
             microbatch = microbatch.to("meta")
             partition_by = self.candidates["DP"].partition
             stages = partition(model, findings.n_stages, microbatch, partition_by)
-        checkpoint = self.candidates["DP"].checkpoint
         # The stages run in turn, as in a training step.
-        costs = recomputing(profile(stages, microbatch, in_turn=True), checkpoint)
+        costs = profile(stages, microbatch, in_turn=True)
         parameter_bytes = sum(cost.parameter_bytes for cost in costs)
         optimizer_words = _optimizer_bytes(runtimes["DP"]) / parameter_bytes
         predictor = Predictor(findings.hardware, Limits(), optimizer_words)
-        predicted = {
-            rule: _predicted(candidate, costs, predictor, slack)
-            for rule, candidate in self.candidates.items()
-        }
+        predicted = {}
+        for rule, candidate in self.candidates.items():
+            costs_of_rule: Costs = costs
+            if findings.overhead is not None:
+                program = candidate.schedule.lower(steps_to_time(candidate.schedule))
+                costs_of_rule = findings.overhead.added_to(costs, program, stages)
+            costs_of_rule = recomputing(costs_of_rule, candidate.checkpoint)
+            predicted[rule] = _predicted(candidate, costs_of_rule, predictor, slack)
         on_progress("predicting", 1.0)
 
         # 3. What each rule takes.

@@ -11,9 +11,11 @@ The null models differ in these counts, and least squares find a to e. Bytes cou
 processor of a rank computes its ops and also copies its messages.
 """
 
-from collections.abc import Callable, Iterator
+import time
+from collections.abc import Iterator
 from copy import deepcopy
 from dataclasses import dataclass, field, replace
+from functools import partial
 from statistics import median
 
 import numpy as np
@@ -21,13 +23,13 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from benchmarks.training_steps import momentum_sgd
 from toolkit.cost import Costs, Hardware, profile, simulate
 from toolkit.cost.profiling import with_seconds
 from toolkit.cost.stage_costs import moved_bytes
 from toolkit.cost.stage_seconds import StageSeconds, seconds_in_turn
 from toolkit.model import Stages, partition
-from toolkit.runtime import Distributed, World
+from toolkit.plan.measured_machine import measure_hardware
+from toolkit.runtime import Distributed, World, join, launch
 from toolkit.runtime.microbatches import GlobalBatch
 from toolkit.schedule import Program, Schedule, catalog
 from toolkit.schedule.instruction import Action
@@ -40,9 +42,7 @@ _STEPS = 10  # that are timed in a round
 _ROUNDS = 3  # in which all models are timed after one another; the median counts
 _LOWERED = 8  # steps of a program at least
 _REPEATS = 1  # runs of the stages in a round, after one that warms up
-
-StepSeconds = Callable[[World, Distributed, GlobalBatch, int], float]
-"""Times a step of a runtime on a batch, over some steps."""
+_OPTIMIZER = partial(torch.optim.SGD, lr=0.01, momentum=0.9)
 
 
 @dataclass(frozen=True)
@@ -174,7 +174,7 @@ def _null_training(world: World, schedule: Schedule, model: nn.Module) -> _NullT
     program = schedule.lower(steps_to_time(schedule, _LOWERED)).verify()
     timed_stages = deepcopy(stages)  # the runtime takes the weights of the others
     costs = profile(stages, example, repeats=1)
-    runtime = Distributed(stages, schedule, momentum_sgd, F.cross_entropy, world=world)
+    runtime = Distributed(stages, schedule, _OPTIMIZER, F.cross_entropy, world=world)
     return _NullTraining(program, timed_stages, costs, runtime, batch)
 
 
@@ -194,15 +194,26 @@ def measured_costs(
     return mean_costs
 
 
-def measure_overhead(
-    world: World, hardware: Hardware, step_seconds: StepSeconds
-) -> RuntimeOverhead:
+def runtime_overhead() -> RuntimeOverhead:
+    """Return what two new processes of this machine measure on their CPUs, in half a minute or so.
+
+    Raises:
+        JobFailedError: a process could not be started, or died.
+    """
+    return launch(_measured_by_rank, 2)[0]
+
+
+def _measured_by_rank() -> RuntimeOverhead:
+    world = join(device="cpu")
+    return measure_overhead(world, measure_hardware(world))
+
+
+def measure_overhead(world: World, hardware: Hardware) -> RuntimeOverhead:
     """Train the null models on the two ranks of ``world``, and return what their steps show.
 
     Args:
         world: joined ranks, which all call this.
         hardware: links and memory of the ranks, for the part that is simulated.
-        step_seconds: times a step.
     """
     trainings = [_null_training(world, *null_model) for null_model in null_models()]
     for _ in range(_ROUNDS):
@@ -218,6 +229,20 @@ def measure_overhead(
     # Of the differences and not of each side: costs and steps of one round met the same load.
     seconds = [median(each.seconds) for each in trainings]
     return solve(np.array(counts), np.array(seconds))
+
+
+def step_seconds(
+    world: World, runtime: Distributed, batch: GlobalBatch, n_steps: int
+) -> float:
+    """Return the seconds of a training step on the slowest rank, over ``n_steps`` or more."""
+    world.barrier()
+    # Steps at both ends overlap with steps that are not timed.
+    n_overlapping = 1 + runtime.schedule.max_staleness
+    n_steps = max(n_steps, 2 * n_overlapping + 1)
+    moments = [time.perf_counter()]
+    moments += [time.perf_counter() for _ in runtime.run([batch] * n_steps)]
+    seconds = moments[-1 - n_overlapping] - moments[n_overlapping]
+    return max(world.gather(seconds / (n_steps - 2 * n_overlapping)))
 
 
 def solve(counts: np.ndarray, seconds: np.ndarray) -> RuntimeOverhead:
