@@ -56,6 +56,7 @@ _OF_PROGRAMS: dict[str, dict[str, Any]] = {
     " 8-bit": _CODED["8-bit"],
     " 4-bit": _CODED["4-bit"],
     " top-k": _CODED["top-k"],
+    " rank 4": {"compression": "low_rank"},
 }
 """Options of a runtime that follows a program, by what its name ends with."""
 _LOW_RANK = {"rank 4": {"compression": "powersgd", "low_rank": 4}}

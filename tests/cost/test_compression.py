@@ -5,7 +5,12 @@ from dataclasses import replace
 import pytest
 
 from toolkit.cost import UNIT, StageCost, boundary_costs, compressed_costs, simulate
-from toolkit.cost.compression import MESSAGE_CODES, accuracy_class, coarseness
+from toolkit.cost.compression import (
+    BLOCK_CODES,
+    LOW_RANK,
+    accuracy_class,
+    coarseness,
+)
 from toolkit.cost.timeline import GRADIENTS, WEIGHTS, WORKING
 from toolkit.errors import UserError
 from toolkit.schedule import catalog
@@ -27,8 +32,38 @@ COSTS = (StageCost(1.0, 2.0, parameter_bytes=4000.0, statistics_bytes=12.0),) * 
         (257, "topk", 2 * (4 + 16 * 2)),
     ],
 )
-def test_bytes_by_hand(n_numbers, compression, n_bytes):
-    assert MESSAGE_CODES[compression].n_bytes(n_numbers) == n_bytes
+def test_bytes_of_blocks_by_hand(n_numbers, compression, n_bytes):
+    assert BLOCK_CODES[compression].n_bytes(n_numbers) == n_bytes
+
+
+@pytest.mark.parametrize(
+    ("matrices", "n_bytes"),
+    [
+        ([], 0),
+        ([(100, 1)], 400),  # a vector, as it is
+        ([(16, 16)], 1024),  # factors of 4 columns would have half as many numbers
+        ([(17, 16)], 4 * 4 * (17 + 16)),
+        ([(2, 100), (100, 30)], 4 * (200 + 4 * 130)),
+    ],
+)
+def test_bytes_of_low_rank_by_hand(matrices, n_bytes):
+    assert LOW_RANK.n_bytes(matrices) == n_bytes
+
+
+def test_low_rank_needs_shapes():
+    with pytest.raises(UserError, match="low_rank"):
+        compressed_costs(COSTS, "low_rank")
+    (cost, _) = compressed_costs(
+        [replace(cost, matrices=((100, 10),)) for cost in COSTS], "low_rank"
+    )
+    assert cost.compressed_gradient_bytes == 4 * 4 * 110 + 12
+    assert cost.compressed_weight_bytes == 4 * 4 * 110
+    (cost, _) = compressed_costs(
+        [replace(cost, matrices=((100, 10),)) for cost in COSTS],
+        "low_rank",
+        state="sharded",
+    )
+    assert cost.compressed_weight_bytes == 1016  # in 8 bits
 
 
 @pytest.mark.parametrize(

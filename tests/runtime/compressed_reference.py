@@ -7,11 +7,35 @@ Passes:                              theta_hat^j_{m,t} = hat^j_{t - staleness[j]
 """
 
 import copy
+from math import prod
 
 import torch
 from torch.nn import functional as F
 
 from toolkit.schedule import Action, Buffer
+
+
+def coded(numbers, compression, shapes):
+    """What the numbers of tensors are read as that travel as codes."""
+    if compression != "low_rank":
+        return quantised(numbers, compression)
+    pieces = numbers.split([prod(shape) for shape in shapes])
+    return torch.cat([low_rank(*pair) for pair in zip(pieces, shapes, strict=True)])
+
+
+def low_rank(piece, shape, rank=4):
+    """P Q^T of a tensor, P and Q in 32 bits; the tensor in 32 bits where that is no half of it."""
+    matrix = piece.reshape(shape[0], -1)
+    rows, columns = matrix.shape
+    rank = min(rank, rows, columns)
+    if 2 * rank * (rows + columns) >= rows * columns:
+        return piece.float().double()
+    draw = torch.Generator().manual_seed(0)
+    q = torch.randn(columns, rank, generator=draw, dtype=torch.float64)
+    for _ in range(2):
+        p = torch.linalg.qr(matrix @ q).Q
+        q = matrix.T @ p
+    return (p.float().double() @ q.float().double().T).flatten()
 
 
 def quantised(numbers, compression):
@@ -73,7 +97,8 @@ def sent(theta, hat, schedule, names, compression):
         if schedule.layout.ranks(stage) == [schedule.owners[stage]]:
             numbers = exact
         elif schedule.state == "replicated":
-            numbers = base + quantised(exact - base, compression)
+            shapes = [theta[name].shape for name in stage_names]
+            numbers = base + coded(exact - base, compression, shapes)
         else:
             numbers = quantised(exact, "int8")
         following |= shaped(numbers, theta, stage_names)
@@ -92,12 +117,13 @@ def gradients_at(worker, weights, x, y, n_microbatches):
 
 def summed(gradients, chain, names, errors, compression):
     """The owner's sum; ``errors`` of the hops change."""
+    shapes = [gradients[0][name].shape for name in names]
     total = 0
     for rank, microbatches in chain:
         total = total + sum(flat(gradients[m], names) for m in microbatches)
         if rank != chain[-1][0]:
             whole = total + errors.get(rank, 0)
-            total = quantised(whole, compression)
+            total = coded(whole, compression, shapes)
             errors[rank] = whole - total
     return total
 

@@ -23,13 +23,18 @@ class Residual(nn.Module):
         return F.relu(self.norm(self.conv(x)) + x)
 
 
-def residual():
+def residual(channels=4):
     """Convolutions, batch norms and residuals, in float64."""
     torch.manual_seed(0)
-    blocks = [Residual(4) for _ in range(4)]
-    head = [nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(4, 3)]
-    stem = nn.Conv2d(1, 4, 3, bias=False)
-    return nn.Sequential(stem, nn.BatchNorm2d(4), *blocks, *head).double()
+    blocks = [Residual(channels) for _ in range(4)]
+    head = [nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(channels, 3)]
+    stem = nn.Conv2d(1, channels, 3, bias=False)
+    return nn.Sequential(stem, nn.BatchNorm2d(channels), *blocks, *head).double()
+
+
+def residual_for(compression):
+    """A :func:`residual` whose matrices are large enough for the compression."""
+    return residual(16 if compression == "low_rank" else 4)
 
 
 def make_batches(n_microbatches, steps=5):

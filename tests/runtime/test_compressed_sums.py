@@ -10,10 +10,11 @@ from tests.runtime import models
 from tests.runtime.conform import sgd
 from tests.thorough import THOROUGH
 from toolkit.cost import Hardware, compressed_costs, profile, simulate
-from toolkit.cost.compression import BLOCK, MESSAGE_CODES
+from toolkit.cost.compression import BLOCK, LOW_RANK, MESSAGE_CODES
 from toolkit.errors import UserError
 from toolkit.runtime import Distributed, SingleProcess, join, launch
 from toolkit.runtime.compressed_sums import SumCompressor
+from toolkit.runtime.low_rank import factor, multiply
 from toolkit.runtime.quantization import dequantize, quantize
 from toolkit.runtime.updater import GradientSum
 from toolkit.schedule import Action, Buffer, Instruction, after, catalog
@@ -31,6 +32,7 @@ CASES = [
     ("v1 rotated", "int4"),
     ("v2 sharded", "int8"),
     ("v2", "topk"),
+    ("v2", "low_rank"),
 ]
 if THOROUGH:
     CASES += [
@@ -39,6 +41,8 @@ if THOROUGH:
         ("v2 sharded", "int4"),
         ("v2 and model parallel", "int4"),
         ("v1 circulating", "topk"),
+        ("v1 rotated", "low_rank"),
+        ("v2 sharded", "low_rank"),
     ]
 # Gradients, weights and activations, all in few bits.
 ALL = "v2 and model parallel"
@@ -57,7 +61,8 @@ def trained(schedule, make, loss=F.cross_entropy, **options):
     batches = models.make_batches(schedule.n_microbatches, N_STEPS)
 
     def made():
-        stages = models.cut(models.residual(), schedule)
+        model = models.residual_for(options.get("compression"))
+        stages = models.cut(model, schedule)
         return make(stages, schedule, sgd, loss, **options)
 
     runtime = made()
@@ -125,7 +130,7 @@ def job():
 def sent(world, name, compression):
     """Bytes that this rank sends in all steps; those predicted of all ranks."""
     schedule = SCHEDULES[name]
-    stages = models.cut(models.residual(), schedule)
+    stages = models.cut(models.residual_for(compression), schedule)
     runtime = Distributed(
         stages,
         schedule,
@@ -138,7 +143,7 @@ def sent(world, name, compression):
     list(runtime.run(models.make_batches(schedule.n_microbatches, N_STEPS)))
     measured = [row["bytes_sent"] for row in runtime.measurements().by_rank()]
     x = torch.zeros(3, 1, 6, 6, dtype=torch.float64)
-    costs = profile(models.cut(models.residual(), schedule), x)
+    costs = profile(models.cut(models.residual_for(compression), schedule), x)
     costs = compressed_costs(costs, compression, item_bytes=8, state=schedule.state)
     program = schedule.lower(N_STEPS).verify()
     timeline = simulate(program, costs, Hardware("test", 1e9, 1e9, 1e9))
@@ -224,10 +229,13 @@ def total(numbers):
 @pytest.mark.parametrize("code", MESSAGE_CODES.values(), ids=MESSAGE_CODES)
 def test_a_message_by_hand(code):
     """The first is the rounded sum; the second, that of the sum and what the first lost."""
-    generator = torch.Generator().manual_seed(code.bits)
+    generator = torch.Generator().manual_seed(len(code.name))
     first, second = torch.randn(2, 20, 30, generator=generator, dtype=torch.float64)
 
     def rounded(numbers):
+        if code == LOW_RANK:
+            content = factor(numbers.flatten(), [(20, 30)], code)
+            return multiply(content, [(20, 30)], code, torch.float64).view(20, 30)
         content = quantize(numbers.flatten(), code)
         return dequantize(content, 600, code, torch.float64).view(20, 30)
 

@@ -38,7 +38,7 @@ HANDS_ON = [
 
 
 def runtime_of(schedule, compression):
-    stages = models.cut(models.residual(), schedule)
+    stages = models.cut(models.residual_for(compression), schedule)
     return SingleProcess(
         stages,
         schedule,
@@ -60,7 +60,12 @@ def test_follows_the_reference(name, compression):
     stage_of = models.stage_of(runtime.stages)
     batches = models.make_batches(schedule.n_microbatches)
     expected = compressed_reference.trajectory(
-        models.residual(), stage_of, schedule, batches, reference.sgd, compression
+        models.residual_for(compression),
+        stage_of,
+        schedule,
+        batches,
+        reference.sgd,
+        compression,
     )
     for n_steps, states in ((3, expected[:3]), (2, expected[3:])):  # two programs
         start = runtime.steps_done

@@ -41,7 +41,7 @@ CASES = [
 
 def wrap(name, compression):
     return CyclicDataParallel(
-        models.residual(),
+        models.residual_for(compression),
         optimizer=sgd,
         rule=SCHEDULES[name],
         compression=compression,
@@ -181,7 +181,7 @@ def found():
 
 def single(name, compression):
     schedule = SCHEDULES[name]
-    stages = models.cut(models.residual(), schedule)
+    stages = models.cut(models.residual_for(compression), schedule)
     runtime = SingleProcess(
         stages,
         schedule,
@@ -261,7 +261,8 @@ def test_bytes_are_those_predicted(found):
     x = torch.zeros(3, 1, 6, 6, dtype=torch.float64)
     for name, compression in CASES:
         schedule = SCHEDULES[name]
-        costs = profile(models.cut(models.residual(), schedule), x)
+        stages = models.cut(models.residual_for(compression), schedule)
+        costs = profile(stages, x)
         costs = compressed_costs(costs, compression, item_bytes=8, state=schedule.state)
         program = schedule.lower(N_STEPS).verify()
         predicted = simulate(program, costs, Hardware("test", 1e9, 1e9, 1e9))

@@ -4,7 +4,7 @@ import sys
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 
-from toolkit.cost.stage_costs import Costs
+from toolkit.cost.stage_costs import Costs, StageCost
 from toolkit.errors import UserError, check_choice
 from toolkit.schedule import Schedule
 
@@ -14,9 +14,14 @@ BLOCK = 256
 SCALE_BYTES = 4
 """Bytes of a scale."""
 
+FACTOR_BYTES = 4
+"""Bytes of a number of a low-rank factor, and of what travels beside the factors."""
+
+_LEAST_RATE = 2  # torch's: a matrix that would shrink by less travels as it is
+
 
 @dataclass(frozen=True)
-class MessageCode:
+class BlockCode:
     """How the numbers of a message are written, in blocks of ``BLOCK`` that share a scale.
 
     Attributes:
@@ -44,14 +49,39 @@ class MessageCode:
         return scale_bytes + n_blocks * self.n_kept * (1 + self.bits // 8)
 
 
-MESSAGE_CODES = {
+@dataclass(frozen=True)
+class LowRankCode:
+    """How the matrices of a message are written: as two factors of few columns, in 32 bits.
+
+    Attributes:
+        name: of the compression.
+        rank: columns of each factor, at most.
+    """
+
+    name: str
+    rank: int
+
+    def n_bytes(self, matrices: Sequence[tuple[int, int]]) -> int:
+        """Return the bytes of matrices of so many rows and columns in a message."""
+        return FACTOR_BYTES * low_rank_numbers(matrices, self.rank)
+
+
+MessageCode = BlockCode | LowRankCode
+"""How the numbers of a message are written."""
+
+BLOCK_CODES = {
     code.name: code
     for code in (
-        MessageCode("int8", 8),
-        MessageCode("int4", 4),
-        MessageCode("topk", 8, n_kept=16),
+        BlockCode("int8", 8),
+        BlockCode("int4", 4),
+        BlockCode("topk", 8, n_kept=16),
     )
 }
+"""Codes that take numbers of any shape, by the name of the compression."""
+
+LOW_RANK = LowRankCode("low_rank", rank=4)
+
+MESSAGE_CODES: dict[str, MessageCode] = {**BLOCK_CODES, LOW_RANK.name: LOW_RANK}
 """Codes of gradients in messages, by the name of the compression."""
 
 SIXTEEN_BITS = ("fp16", "bf16")
@@ -67,6 +97,29 @@ None leaves numbers out: an activation is not sent again, so zeros in its place 
 """
 
 _ITEM_BYTES = 4  # of a number of a cost whose tensors are unknown
+
+
+def factor_columns(n_rows: int, n_columns: int, rank: int) -> int:
+    """Return the columns of a matrix's low-rank factors; 0 if it travels as it is.
+
+    Source: :func:`torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook.powerSGD_hook`.
+    """
+    rank = min(n_rows, n_columns, rank)
+    if rank * (n_rows + n_columns) * _LEAST_RATE < n_rows * n_columns:
+        return rank
+    return 0
+
+
+def low_rank_numbers(matrices: Sequence[tuple[int, int]], rank: int) -> int:
+    """Return the numbers that stand for matrices of so many rows and columns."""
+    n_sent = 0
+    for n_rows, n_columns in matrices:
+        n_factor_columns = factor_columns(n_rows, n_columns, rank)
+        if n_factor_columns:
+            n_sent += n_factor_columns * (n_rows + n_columns)
+        else:
+            n_sent += n_rows * n_columns
+    return n_sent
 
 
 def sends_differences(state: str) -> bool:
@@ -98,7 +151,7 @@ def compressed_costs(
         state: of the schedule.
 
     Raises:
-        UserError: the compression is unknown.
+        UserError: the compression is unknown, or needs shapes that ``costs`` do not have.
     """
     check_choice("compression", compression, COMPRESSIONS)
     if compression == "none":
@@ -114,13 +167,13 @@ def compressed_costs(
                 compressed_weight_bytes=half_bytes,
             )
         else:
-            n_numbers = round(cost.parameter_bytes / item_bytes)
             code = MESSAGE_CODES[compression]
             differences = sends_differences(state)
             # The sender keeps what rounding lost and adds it to its next message, so it keeps one
             # number for each gradient.
-            n_bytes = code.n_bytes(n_numbers)
-            weight_bytes = weight_code(code, differences=differences).n_bytes(n_numbers)
+            n_bytes = _coded_bytes(cost, code, item_bytes)
+            code_of_weights = weight_code(code, differences=differences)
+            weight_bytes = _coded_bytes(cost, code_of_weights, item_bytes)
             compressed_cost = replace(
                 cost,
                 compressed_gradient_bytes=float(n_bytes + cost.statistics_bytes),
@@ -132,6 +185,18 @@ def compressed_costs(
             )
         compressed.append(compressed_cost)
     return tuple(compressed)
+
+
+def _coded_bytes(cost: StageCost, code: MessageCode, item_bytes: int) -> int:
+    """Return the bytes of a stage's parameters in a message of ``code``."""
+    if isinstance(code, BlockCode):
+        return code.n_bytes(round(cost.parameter_bytes / item_bytes))
+    if cost.parameter_bytes and not cost.matrices:
+        raise UserError(
+            f"compression={code.name} needs the shapes of the parameters: give a model, not its"
+            " costs"
+        )
+    return code.n_bytes(cost.matrices)
 
 
 def boundary_costs(costs: Costs, compression: str) -> Costs:
@@ -184,7 +249,7 @@ def _saved_bytes(
             sent_bytes = n_numbers * min(2, item_bytes)
         else:
             # Blocks do not go across the ends of tensors.
-            sent_bytes = MESSAGE_CODES[compression].n_bytes(n_numbers)
+            sent_bytes = BLOCK_CODES[compression].n_bytes(n_numbers)
         saved_bytes += n_numbers * item_bytes - sent_bytes
     return float(saved_bytes)
 
@@ -228,10 +293,13 @@ def check_boundary_compression(
 
 
 def coarseness(compression: str) -> int:
-    """Return how coarse messages are: 0, exact; 1, 16 bits; 2, 8; 3, 4; 4, some numbers alone."""
+    """Return how coarse messages are.
+
+    0: exact; 1: 16 bits; 2: 8; 3: 4; 4: some numbers alone; 5: low rank.
+    """
     if compression in SIXTEEN_BITS:
         return 1
-    return {"none": 0, "int8": 2, "int4": 3, "topk": 4}[compression]
+    return {"none": 0, "int8": 2, "int4": 3, "topk": 4, "low_rank": 5}[compression]
 
 
 def accuracy_class(
@@ -257,16 +325,22 @@ def accuracy_class(
     elif compression == "powersgd":
         words.append("low rank with error feedback")
     elif compression in MESSAGE_CODES:
-        code = MESSAGE_CODES[compression]
-        sent = f"{code.bits} bits"
-        if not code.keeps_all:
-            sent = f"{code.n_kept} of {BLOCK} numbers"
-        words.append(f"{sent} with error feedback")
+        words.append(f"{_sent_numbers(compression)} with error feedback")
         if not sends_differences(state):
             words.append("weights rounded to 8 bits")
     if boundary_compression in SIXTEEN_BITS:
         words.append("activations in 16 bits")
     elif boundary_compression != "none":
-        bits = MESSAGE_CODES[boundary_compression].bits
+        bits = BLOCK_CODES[boundary_compression].bits
         words.append(f"activations in {bits} bits")
     return ", ".join(words) or "exact"
+
+
+def _sent_numbers(compression: str) -> str:
+    """Return what a message of a code has of its numbers, in words."""
+    code = MESSAGE_CODES[compression]
+    if isinstance(code, LowRankCode):
+        return f"rank {code.rank}"
+    if code.keeps_all:
+        return f"{code.bits} bits"
+    return f"{code.n_kept} of {BLOCK} numbers"

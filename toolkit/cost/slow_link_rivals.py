@@ -13,15 +13,15 @@ A PowerSGD step of the simulator does all of its arithmetic before its messages.
 Source: arXiv 1905.13727, algorithm 1, as torch's ``powerSGD_hook``; arXiv 1805.09767, algorithm 1.
 """
 
-from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from math import inf
 
 from toolkit.cost.compression import (
-    MESSAGE_CODES,
+    BLOCK_CODES,
     SIXTEEN_BITS,
     accuracy_class,
     compressed_costs,
+    low_rank_numbers,
 )
 from toolkit.cost.hardware import Hardware
 from toolkit.cost.stage_costs import Costs, StageCost
@@ -30,7 +30,7 @@ from toolkit.errors import UserError, check_choice
 from toolkit.model.kernel_work import Work
 from toolkit.schedule import Action
 
-DDP_COMPRESSIONS = ("none", *SIXTEEN_BITS, *MESSAGE_CODES, "powersgd")
+DDP_COMPRESSIONS = ("none", *SIXTEEN_BITS, *BLOCK_CODES, "powersgd")
 """Compressions of DistributedDataParallel's gradients."""
 
 LOW_RANKS = (4, 2)
@@ -44,7 +44,6 @@ _MATRIX_PRODUCTS = 3  # M Q, M^T P and P Q^T
 # error, and one for each of the products.
 _PASSES = 11
 _MESSAGES = 3  # all-reduces of PowerSGD for a bucket, one after the other
-_LEAST_RATE = 2  # torch's: a matrix that would shrink by less travels as it is
 
 
 @dataclass(frozen=True)
@@ -86,19 +85,6 @@ class Rival:
         return self.form.seconds + self.averaging.seconds
 
 
-def low_rank_numbers(matrices: Sequence[tuple[int, int]], low_rank: int) -> int:
-    """Return the numbers that PowerSGD sends for gradients of so many rows and columns."""
-    n_sent = 0
-    for n_rows, n_columns in matrices:
-        rank = min(n_rows, n_columns, low_rank)
-        n_compressed = rank * (n_rows + n_columns)
-        if n_compressed * _LEAST_RATE < n_rows * n_columns:
-            n_sent += n_compressed
-        else:
-            n_sent += n_rows * n_columns
-    return n_sent
-
-
 def ddp_costs(
     costs: Costs, hardware: Hardware, n_ranks: int, compression: str, low_rank: int = 2
 ) -> tuple[Costs, Hardware]:
@@ -115,14 +101,12 @@ def ddp_costs(
         UserError: the compression is unknown, or needs the shapes of the parameters.
     """
     check_choice("compression of DDP", compression, DDP_COMPRESSIONS)
-    if compression in MESSAGE_CODES:
+    if compression in BLOCK_CODES:
         compressed = []
         for cost in costs:
             # A rank also keeps what the means of its share lost.
             error_bytes = cost.parameter_bytes * (1 + 1 / n_ranks)
-            n_bytes = MESSAGE_CODES[compression].n_bytes(
-                round(cost.parameter_bytes / 4)
-            )
+            n_bytes = BLOCK_CODES[compression].n_bytes(round(cost.parameter_bytes / 4))
             sent_bytes = n_bytes + cost.statistics_bytes
             compressed.append(
                 replace(

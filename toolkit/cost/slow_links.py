@@ -6,9 +6,15 @@ from functools import partial
 from math import inf
 from typing import Any
 
-from toolkit.cost.compression import COMPRESSIONS, compressed_costs
+from toolkit.cost.compression import COMPRESSIONS, LOW_RANK, compressed_costs
 from toolkit.cost.hardware import Hardware
-from toolkit.cost.slow_link_rivals import LOW_RANKS, PERIOD, ddp_rival, local_sgd_rival
+from toolkit.cost.slow_link_rivals import (
+    DDP_COMPRESSIONS,
+    LOW_RANKS,
+    PERIOD,
+    ddp_rival,
+    local_sgd_rival,
+)
 from toolkit.cost.stage_costs import Costs
 from toolkit.cost.worker_forms import CostsOf, Cut, DataParallelJob, fastest_cdp
 from toolkit.errors import check_choice
@@ -25,6 +31,7 @@ METHODS = {
     "int8": "8 bits",
     "int4": "4 bits",
     "topk": "top-k",
+    "low_rank": f"rank {LOW_RANK.rank} a hop",
     "powersgd": f"rank {LOW_RANKS[0]}",
     LOCAL_SGD: f"an average every {PERIOD} steps",
     FREE_LINKS: "on free links",
@@ -38,7 +45,8 @@ def assess_slow_links(
     """Simulate a model with a worker per rank, by every way to make messages small.
 
     CDP-v1 and CDP-v2 run in their fastest form. PowerSGD and local SGD have no form with late
-    weights. The last row bounds what smaller messages can reach.
+    weights, and low rank at each hop none without. The last row bounds what smaller messages can
+    reach.
 
     Args:
         costs_of: costs of the model's stages on a micro-batch.
@@ -66,9 +74,12 @@ def assess_slow_links(
     }
     for compression in compressions:
         cdp_costs = partial(_compressed, costs_of, compression)
+        ddp_seconds = None
+        if compression in DDP_COMPRESSIONS:
+            ddp_seconds = ddp_rival(job, compression).seconds
         yield machine | {
             "method": compression,
-            "ddp": ddp_rival(job, compression).seconds,
+            "ddp": ddp_seconds,
             "cdp_v1": fastest_cdp(cdp_costs, hardware, workers, 1).seconds,
             "cdp_v2": fastest_cdp(cdp_costs, hardware, workers, FRESHEST).seconds,
         }

@@ -12,8 +12,9 @@ from math import prod
 import torch
 from torch import Tensor
 
-from toolkit.cost.compression import MessageCode
-from toolkit.runtime.quantization import dequantize
+from toolkit.cost.compression import LowRankCode, MessageCode
+from toolkit.runtime.low_rank import factor, multiply
+from toolkit.runtime.quantization import dequantize, lost, quantize
 
 CODES = "<codes>"  # no name of a weight
 """Place of the codes in a message."""
@@ -58,8 +59,19 @@ class CompressedForm:
         return [prod(tensor.shape) for tensor in self.tensors]
 
     @property
+    def matrices(self) -> list[tuple[int, int]]:
+        """Rows and columns of each tensor, whose first dimension counts the rows."""
+        matrices = []
+        for tensor in self.tensors:
+            n_rows = tensor.shape[0] if tensor.shape else 1
+            matrices.append((n_rows, prod(tensor.shape[1:])))
+        return matrices
+
+    @property
     def n_bytes(self) -> int:
-        """Bytes of the codes and scales."""
+        """Bytes of the codes."""
+        if isinstance(self.code, LowRankCode):
+            return self.code.n_bytes(self.matrices)
         return self.code.n_bytes(sum(self.sizes))
 
     @property
@@ -76,8 +88,30 @@ class CompressedForm:
             return torch.empty(0, dtype=self.dtype)
         return torch.cat(pieces)
 
+    def encode(self, numbers: Tensor) -> Tensor:
+        """Return the codes of the numbers of all tensors, ``[n]``, as bytes, ``[n_bytes]``."""
+        if isinstance(self.code, LowRankCode):
+            return factor(numbers, self.matrices, self.code)
+        return quantize(numbers, self.code)
+
+    def encode_with_error(
+        self, numbers: Tensor, error: Tensor | None
+    ) -> tuple[Tensor, Tensor]:
+        """Return the codes of ``numbers`` plus ``error``, and what they lose, ``[n]``.
+
+        Args:
+            numbers: of all tensors, ``[n]``.
+            error: what the message before lost, ``[n]``; None: nothing.
+        """
+        if error is not None:
+            numbers = numbers + error.to(numbers)
+        content = self.encode(numbers)
+        return content, lost(numbers, self.numbers(content))
+
     def numbers(self, content: Tensor) -> Tensor:
         """Return the numbers of all tensors, ``[n]``, of a message's codes."""
+        if isinstance(self.code, LowRankCode):
+            return multiply(content, self.matrices, self.code, self.dtype)
         return dequantize(content, sum(self.sizes), self.code, self.dtype)
 
     def split(self, numbers: Tensor) -> dict[str, Tensor]:

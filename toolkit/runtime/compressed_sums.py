@@ -3,7 +3,7 @@
 ::
 
     v       = sum + e        e: what the sender's last message of the stage to this receiver lost
-    message = Q(v)           see toolkit.runtime.quantization
+    message = Q(v)           see toolkit.runtime.quantization and toolkit.runtime.low_rank
     e       = v - Q(v)
 
 The receiver adds Q(v) to its own sum, in the model's type. Statistics of norms, counts of the loss
@@ -21,7 +21,6 @@ from torch import Tensor
 from toolkit.cost.compression import MessageCode
 from toolkit.errors import UserError
 from toolkit.runtime.compressed_form import CODES, CompressedMessage, separated
-from toolkit.runtime.quantization import quantize_with_error
 from toolkit.runtime.updater import GradientSum
 from toolkit.schedule import Instruction
 
@@ -127,7 +126,7 @@ class SumCompressor:
                 f"compression: stage {i.stage} has {len(numbers)} gradients, and {len(error)}"
                 " before; expected the same weights in each step. Use compression=none"
             )
-        content, new_error = quantize_with_error(numbers, error, self.code)
+        content, new_error = form.encode_with_error(numbers, error)
         assert i.step is not None
         self._residuals[hop] = self._recent((*residuals, Residual(i.step, new_error)))
         return CompressedSum(exact | {CODES: content}, form)

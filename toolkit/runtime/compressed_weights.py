@@ -12,7 +12,7 @@ weights hat that travel, the owner too, so no placement changes the trajectory::
 
 What a message of differences lost, theta_t - hat_t, is part of the next one: error feedback
 without further memory. The owner quantises a version once; others hand on the same bytes, so that
-all have the same bits of hat_t. Q: see toolkit.runtime.quantization.
+all have the same bits of hat_t. Q: see toolkit.runtime.quantization and toolkit.runtime.low_rank.
 
 Source: differences as in EF21-P, arXiv 2209.15218, algorithm 1; 8-bit weights of a sharded state as
 in ZeRO++, arXiv 2306.10209, section 3.1.
@@ -26,7 +26,6 @@ from torch import Tensor
 
 from toolkit.cost.compression import MessageCode, weight_code
 from toolkit.runtime.compressed_form import CODES, CompressedMessage, separated
-from toolkit.runtime.quantization import quantize
 from toolkit.runtime.updater import Weights
 
 Key = tuple[int, int]
@@ -108,7 +107,7 @@ class WeightCompressor:
             numbers = numbers - form.flat(origin)
         # A copy of what travels as it is: the optimizer changes its own in place.
         tensors = {name: tensor.clone() for name, tensor in exact.items()}
-        tensors[CODES] = quantize(numbers, self.code)
+        tensors[CODES] = form.encode(numbers)
         message = CompressedWeights(tensors, form)
         self.messages[key] = message
         return message.decoded(base)

@@ -117,12 +117,12 @@ class CyclicDataParallel(nn.Module):
         world: the ranks; those of this job by default.
         **options: further arguments of the schedule, such as ``state="sharded"`` or ``groups=2``;
             others are those of :class:`Distributed`, such as ``seed``, ``compression`` or
-            ``options=StepOptions(clip=1.0)``. ``compression="int8"``, ``"int4"`` and ``"topk"``
-            follow the same trajectory as there; after a change of a stage's trained weights, its
-            messages begin without what earlier ones lost. With ``width`` and ``parallelize`` a rank
-            is several processes, and ``model`` whole on each of them. They train on the same
-            inputs, those of ``world.rank``; what a rank may do alone they do together. Arguments of
-            DistributedDataParallel are taken if they change nothing here.
+            ``options=StepOptions(clip=1.0)``. ``compression="int8"``, ``"int4"``, ``"topk"`` and
+            ``"low_rank"`` follow the same trajectory as there; after a change of a stage's trained
+            weights, its messages begin without what earlier ones lost. With ``width`` and
+            ``parallelize`` a rank is several processes, and ``model`` whole on each of them. They
+            train on the same inputs, those of ``world.rank``; what a rank may do alone they do
+            together. Arguments of DistributedDataParallel are taken if they change nothing here.
 
     Attributes:
         module: ``model``. Its methods ``state_dict``, ``parameters`` and ``load_state_dict``, its

@@ -66,8 +66,8 @@ class Distributed(OnRanks):
             Sums that are handed from rank to rank are made in the model's own type, those of
             collectives in 16 bits. The rank that updates a stage keeps its exact weights; other
             ranks compute with rounded ones. Weights that they predict d steps ahead have up to
-            1 + 2d times the rounding error. ``int8``, ``int4`` or ``topk``: of gradients and
-            weights that are handed from rank to rank; see :mod:`toolkit.runtime.rank_compression`.
+            1 + 2d times the rounding error. ``int8``, ``int4``, ``topk`` or ``low_rank``: of what
+            is handed from rank to rank; see :mod:`toolkit.runtime.rank_compression`.
         boundary_compression: ``none``, or ``bf16``, ``int8`` or ``int4`` for activations and their
             gradients that go from rank to rank; see :mod:`toolkit.runtime.boundary_codes`.
         per_machine: consecutive ranks on a machine, for all-reduces within each machine before

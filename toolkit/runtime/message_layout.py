@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from toolkit.cost.compression import MESSAGE_CODES, MessageCode
+from toolkit.cost.compression import BLOCK_CODES, BlockCode, MessageCode
 from toolkit.errors import UserError
 from toolkit.runtime.compressed_form import (
     CODES,
@@ -49,7 +49,7 @@ class MessageTensor:
     shape: tuple[int, ...]
     dtype: torch.dtype
     sent_as: torch.dtype
-    code: MessageCode | None = None
+    code: BlockCode | None = None
 
     @property
     def n_bytes(self) -> int:
@@ -125,9 +125,9 @@ class Layout:
 
         Args:
             places: of tensors.
-            compression: ``bf16``, or a name of ``MESSAGE_CODES``.
+            compression: ``bf16``, or a name of ``BLOCK_CODES``.
         """
-        code = MESSAGE_CODES.get(compression)
+        code = BLOCK_CODES.get(compression)
         tensors = []
         for tensor in self.tensors:
             is_real = tensor.dtype.is_floating_point

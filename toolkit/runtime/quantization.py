@@ -19,14 +19,14 @@ the largest numbers, with feedback of the others, as in arXiv 1809.07599, algori
 import torch
 from torch import Tensor
 
-from toolkit.cost.compression import BLOCK, SCALE_BYTES, MessageCode
+from toolkit.cost.compression import BLOCK, SCALE_BYTES, BlockCode
 
 LARGEST_CODES = {8: 127, 4: 7}
 """Largest code, by bits of a number."""
 
 
 @torch.no_grad()
-def quantize(numbers: Tensor, code: MessageCode) -> Tensor:
+def quantize(numbers: Tensor, code: BlockCode) -> Tensor:
     """Return the scales and codes of ``numbers`` as bytes, ``[code.n_bytes(n)]``.
 
     A block that has a number that is not finite is read as numbers that are not finite, those that
@@ -62,7 +62,7 @@ def quantize(numbers: Tensor, code: MessageCode) -> Tensor:
 
 @torch.no_grad()
 def dequantize(
-    content: Tensor, n_numbers: int, code: MessageCode, dtype: torch.dtype
+    content: Tensor, n_numbers: int, code: BlockCode, dtype: torch.dtype
 ) -> Tensor:
     """Return the numbers, ``[n_numbers]``, of the bytes that :func:`quantize` returned.
 
@@ -91,7 +91,7 @@ def dequantize(
 
 @torch.no_grad()
 def quantize_with_error(
-    numbers: Tensor, error: Tensor | None, code: MessageCode
+    numbers: Tensor, error: Tensor | None, code: BlockCode
 ) -> tuple[Tensor, Tensor]:
     """Return the bytes of ``numbers`` plus ``error``, and what they lose, ``[n]``.
 
@@ -103,9 +103,15 @@ def quantize_with_error(
     if error is not None:
         numbers = numbers + error.to(numbers)
     content = quantize(numbers, code)
-    new_error = numbers - dequantize(content, len(numbers), code, numbers.dtype)
+    return content, lost(
+        numbers, dequantize(content, len(numbers), code, numbers.dtype)
+    )
+
+
+def lost(numbers: Tensor, decoded: Tensor) -> Tensor:
+    """Return what a message of ``numbers`` lost that is read as ``decoded``, each ``[n]``."""
     # An update that is not finite may be skipped: later messages must not inherit it.
-    return content, new_error.nan_to_num(0.0, 0.0, 0.0)
+    return (numbers - decoded).nan_to_num(0.0, 0.0, 0.0)
 
 
 def _in_blocks(numbers: Tensor) -> Tensor:

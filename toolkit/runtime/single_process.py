@@ -60,8 +60,8 @@ class SingleProcess(LocalRuntime):
         capture: ``"auto"``: on a GPU, order "grouped" replays its gradients as CUDA graphs where
             it can, and warns once where it cannot; or ``"off"``. See
             :mod:`toolkit.runtime.capture`.
-        compression: ``none``, or in order "scheduled" ``int8``, ``int4`` or ``topk`` for gradients
-            and weights that the schedule's ranks hand on, as in
+        compression: ``none``, or in order "scheduled" ``int8``, ``int4``, ``topk`` or ``low_rank``
+            for gradients and weights that the schedule's ranks hand on, as in
             :class:`~toolkit.runtime.Distributed`.
         boundary_compression: ``none``, or in order "scheduled" ``bf16``, ``int8`` or ``int4`` for
             activations and their gradients that go from rank to rank, likewise.

@@ -36,7 +36,7 @@ from torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook import (
 from torch.futures import Future
 from torch.nn.parallel import DistributedDataParallel
 
-from toolkit.cost.compression import BLOCK, MESSAGE_CODES, SCALE_BYTES
+from toolkit.cost.compression import BLOCK, BLOCK_CODES, SCALE_BYTES
 from toolkit.errors import UserError, check_choice, whole
 from toolkit.runtime.quantization import dequantize, quantize, quantize_with_error
 
@@ -94,7 +94,7 @@ class Compressor:
             self._memory = _LowRankMemory(self._group, options)
             hook = powerSGD_hook
             hook_state = self._memory.torch_state
-        elif options.kind in MESSAGE_CODES:
+        elif options.kind in BLOCK_CODES:
             self._memory = _QuantizedMemory(self._group, options)
             hook = _quantized_hook
             hook_state = self._memory
@@ -266,7 +266,7 @@ class _QuantizedMemory:
 
     def __init__(self, group: dist.ProcessGroup, options: CompressionOptions) -> None:
         self.group = group
-        self.code = MESSAGE_CODES[options.kind]
+        self.code = BLOCK_CODES[options.kind]
         self.start = options.start
         self.error_feedback = options.error_feedback
         self.n_steps = 0
@@ -356,5 +356,5 @@ _PLAIN_HOOKS: dict[str, Hook] = {
     "bf16": default_hooks.bf16_compress_hook,
 }
 
-KINDS = ("none", *_PLAIN_HOOKS, "powersgd", *MESSAGE_CODES)
+KINDS = ("none", *_PLAIN_HOOKS, "powersgd", *BLOCK_CODES)
 """The values of ``runtime.compression``."""
