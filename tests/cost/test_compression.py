@@ -4,7 +4,14 @@ from dataclasses import replace
 
 import pytest
 
-from toolkit.cost import UNIT, StageCost, boundary_costs, compressed_costs, simulate
+from toolkit.cost import (
+    UNIT,
+    Hardware,
+    StageCost,
+    boundary_costs,
+    compressed_costs,
+    simulate,
+)
 from toolkit.cost.compression import (
     BLOCK_CODES,
     LOW_RANK,
@@ -64,6 +71,17 @@ def test_low_rank_needs_shapes():
         state="sharded",
     )
     assert cost.compressed_weight_bytes == 1016  # in 8 bits
+
+
+def test_products_of_low_rank_take_time():
+    (exact, _) = [replace(cost, matrices=((100, 10),)) for cost in COSTS]
+    (coded, _) = compressed_costs([exact] * 2, "low_rank")
+    slow = Hardware(
+        "slow arithmetic", flops=1e3, memory_bandwidth=1e12, link_bandwidth=1e9
+    )
+    forward, backward = exact.seconds(slow)
+    # 7 products of 1,000 numbers with 4 columns.
+    assert coded.seconds(slow) == (forward, backward + 7 * 2 * 4000 / 1e3)
 
 
 @pytest.mark.parametrize(
@@ -133,9 +151,10 @@ def test_memory_of_weights_by_hand():
 
 def test_classes_of_accuracy():
     levels = [
-        coarseness(name) for name in ("none", "fp16", "bf16", "int8", "int4", "topk")
+        coarseness(name)
+        for name in ("none", "fp16", "bf16", "int8", "int4", "topk", "low_rank")
     ]
-    assert levels == [0, 1, 1, 2, 3, 4]
+    assert levels == [0, 1, 1, 2, 3, 4, 5]
     replicated = accuracy_class("int8", is_late=True)
     sharded = accuracy_class("int8", is_late=True, state="sharded")
     assert sharded.startswith(replicated)

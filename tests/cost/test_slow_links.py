@@ -1,5 +1,7 @@
 """Who is fastest on slow links: the rows are those of the single simulations."""
 
+from dataclasses import replace
+
 import pytest
 
 from toolkit.cost import Hardware, StageCost
@@ -25,7 +27,7 @@ def costs_of(n_stages, cut):
         parameter_bytes=32_000 / n_stages,
         forward_seconds=8 / n_stages,
         backward_seconds=16 / n_stages,
-        matrices=((1000, 8),),
+        matrices=((80, 100 // n_stages),),
     )
     return (stage,) * n_stages
 
@@ -53,6 +55,14 @@ def test_smaller_messages_take_less_time_under_every_rule():
     methods = [row["method"] for row in rows]
     assert methods == ["none", "int8", "int4", "powersgd", "local_sgd", "free_links"]
     assert {row["whole_ddp"] for row in rows} == {rows[0]["ddp"]}
+
+
+def test_low_rank_at_each_hop_has_no_form_of_ddp():
+    quick = replace(LINKS, flops=1e12)  # products take no time to speak of
+    low_rank, *_ = assess_slow_links(costs_of, quick, WORKERS, ["low_rank"])
+    assert low_rank["ddp"] is None
+    assert low_rank["cdp_v1"] < low_rank["whole_ddp"]
+    assert slow_link_cells(ROW | low_rank)["DDP"] == ""
 
 
 def test_no_method_undercuts_free_links():

@@ -6,6 +6,7 @@ from dataclasses import dataclass, replace
 
 from toolkit.cost.stage_costs import Costs, StageCost
 from toolkit.errors import UserError, check_choice
+from toolkit.model.kernel_work import Work
 from toolkit.schedule import Schedule
 
 BLOCK = 256
@@ -17,6 +18,12 @@ SCALE_BYTES = 4
 FACTOR_BYTES = 4
 """Bytes of a number of a low-rank factor, and of what travels beside the factors."""
 
+# M Q and M^T P in each of two iterations, and P Q^T of the sum that is sent, of the one that comes,
+# and of the weights that come: see toolkit.runtime.low_rank.
+_PRODUCTS = 7
+# Times that all of a stage's numbers are read or written: 3 for the sum + error, one for each
+# product, 5 for the new error, 3 for each of two products that is added to something.
+_PASSES = 21
 _LEAST_RATE = 2  # torch's: a matrix that would shrink by less travels as it is
 
 
@@ -176,6 +183,7 @@ def compressed_costs(
             weight_bytes = _coded_bytes(cost, code_of_weights, item_bytes)
             compressed_cost = replace(
                 cost,
+                coding=_coding_work(cost, code, item_bytes),
                 compressed_gradient_bytes=float(n_bytes + cost.statistics_bytes),
                 compressed_weight_bytes=float(weight_bytes),
                 error_bytes=cost.parameter_bytes,
@@ -197,6 +205,20 @@ def _coded_bytes(cost: StageCost, code: MessageCode, item_bytes: int) -> int:
             " costs"
         )
     return code.n_bytes(cost.matrices)
+
+
+def _coding_work(cost: StageCost, code: MessageCode, item_bytes: int) -> Work | None:
+    """Return the work of a stage's messages in a step, on a rank that hands its sum on.
+
+    Only products count: what codes of blocks take is left out.
+    """
+    if not isinstance(code, LowRankCode):
+        return None
+    n_numbers = cost.parameter_bytes / item_bytes
+    return Work(
+        flops=round(2 * _PRODUCTS * code.rank * n_numbers),
+        bytes=round(_PASSES * cost.parameter_bytes),
+    )
 
 
 def boundary_costs(costs: Costs, compression: str) -> Costs:

@@ -49,6 +49,7 @@ class StageCost:
         compressed_output_bytes: what the stage sends on, in a message; None: as it is.
         compressed_input_gradient_bytes: gradients of its inputs, in a message; None: as they are.
         matrices: rows and columns of each trained parameter, as PowerSGD takes it; empty: unknown.
+        coding: work of writing and reading the stage's messages, which a backward takes longer.
         exchange_seconds: of the forward's collectives among the devices of a rank.
         backward_exchange_seconds: of the backward's.
         exchange_bytes: that a device sends to others of its rank, in a forward and a backward.
@@ -86,6 +87,7 @@ class StageCost:
     compressed_output_bytes: float | None = None
     compressed_input_gradient_bytes: float | None = None
     matrices: tuple[tuple[int, int], ...] = field(default=(), repr=False)
+    coding: Work | None = None
     exchange_seconds: float = 0.0
     backward_exchange_seconds: float = 0.0
     exchange_bytes: float = 0.0
@@ -169,8 +171,10 @@ class StageCost:
         return 3 * self.parameter_bytes + 2 * state_bytes
 
     def seconds(self, hardware: Hardware) -> tuple[float, float]:
-        """Return forward and backward seconds, with the collectives among devices of a rank."""
+        """Return forward and backward seconds, with codes and collectives of a rank's devices."""
         forward, backward = self.compute_seconds(hardware)
+        if self.coding is not None:
+            backward += hardware.roofline(self.coding)
         return (
             forward + self.exchange_seconds,
             backward + self.backward_exchange_seconds,
