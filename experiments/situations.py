@@ -5,12 +5,13 @@
 In the first table stages are equal, and a backward takes twice its forward. The second has models
 on machines, as experiments/simulate.py has them; +model@models.mine=MODEL and batches.mine=[32]
 add one. With compressions=[none,int8,int4] a third table compares compressed messages, with and
-without late weights, with PowerSGD and local SGD.
+without late weights, with PowerSGD and local SGD; with accuracies=FOLDER of a comparison by
+study=compression a fourth has their accuracies, too.
 """
 
 import time
 from collections.abc import Iterator
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from omegaconf import DictConfig, OmegaConf
 from tqdm.auto import tqdm
@@ -19,6 +20,9 @@ from toolkit.cli import entry_point, output_folder
 from toolkit.cli.check_options import counts
 from toolkit.format import table
 from toolkit.terminal import show, show_import
+
+if TYPE_CHECKING:
+    from toolkit.results.time_to_accuracy import TrainedMethod
 
 LEGEND = """\
 M/C: time in which all parameters cross a link once, by a step's computing time
@@ -36,6 +40,10 @@ SLOW_LINK_LEGEND = """\
 Step times by that of DDP with whole messages; CDP in the fastest chains and cut.
 Errors of rounding are fed back. Accuracies may differ from row to row.
 """
+ACCURACY_LEGEND = """\
+time: of a step by that of DDP with whole messages; all train for equal epochs
+on the front: no other method is at least as fast and as accurate
+"""
 
 
 @entry_point("situations")
@@ -49,9 +57,11 @@ def main(config: DictConfig) -> None:
     )
     from toolkit.cost.slow_links import slow_link_cells
     from toolkit.results import describe_cpu, write_result
+    from toolkit.results.time_to_accuracy import accuracy_cells, time_to_accuracy
 
     start = time.perf_counter()
     workers = counts(config, "workers")
+    trained = trained_methods_of(config)
     # Refuses wrong numbers before the models, which take minutes.
     table_situations = situations(workers, [*config.ratios])
     model_rows = []
@@ -64,9 +74,16 @@ def main(config: DictConfig) -> None:
     for situation in bar:
         bar.set_description(f"{situation.name}, {situation.workers} workers")
         rows.append(assess_situation(situation))
+    accuracy_rows = time_to_accuracy(trained, compressed_rows)
     folder = output_folder()
     seconds = time.perf_counter() - start
     more = {"models": model_rows, "compressed": compressed_rows}
+    if accuracy_rows:
+        from toolkit.figures.style import save
+        from toolkit.figures.time_to_accuracy_figure import draw_time_to_accuracy
+
+        more["accuracies"] = accuracy_rows
+        save(draw_time_to_accuracy(accuracy_rows), folder / "time_to_accuracy")
     write_result(folder, "situations", rows, config, describe_cpu(), seconds, **more)
     show(f"\n{table([situation_cells(row) for row in rows])}\n\n{LEGEND}")
     if model_rows:
@@ -74,7 +91,25 @@ def main(config: DictConfig) -> None:
     if compressed_rows:
         cells = [slow_link_cells(row) for row in compressed_rows]
         show(f"{table(cells)}\n\n{SLOW_LINK_LEGEND}")
+    if accuracy_rows:
+        cells = [accuracy_cells(row) for row in accuracy_rows]
+        show(f"{table(cells)}\n\n{ACCURACY_LEGEND}")
     show(f"written to {folder}")
+
+
+def trained_methods_of(config: DictConfig) -> "list[TrainedMethod]":
+    """Return the methods of the comparison in ``accuracies``; none without it."""
+    from toolkit.errors import UserError
+    from toolkit.results.time_to_accuracy import trained_methods
+
+    if config.accuracies is None:
+        return []
+    if not config.compressions:
+        raise UserError(
+            f"accuracies={config.accuracies} needs the compressions to simulate, such as"
+            " compressions=[none,int8,int4,topk]"
+        )
+    return trained_methods(config.accuracies)
 
 
 def assess_models(

@@ -189,7 +189,15 @@ def test_pipelines_of_one_number_of_microbatches(tmp_path):
 
 @thorough
 def test_situations(tmp_path):
-    out = succeeded("situations", tmp_path, "workers=[2,3]", "ratios=[2]")
+    accuracies = EXPERIMENTS / "results" / "digits_topk"
+    options = ["compressions=[none,topk]", f"accuracies={accuracies}"]
+    on_one_machine = ["machines=[ethernet_10]", "batches.resnet50=[32]"]
+    options += [*on_one_machine, "~models.gpt2", "~batches.gpt2"]
+    out = succeeded("situations", tmp_path, "workers=[2,3]", "ratios=[2]", *options)
+    assert_figures(tmp_path, "time_to_accuracy")
+    result = json.loads((tmp_path / "result.json").read_text())
+    names = {row["name"] for row in result["accuracies"]}
+    assert names == {"DDP whole", "DDP top-k", "CDP-v1 top-k", "CDP-v2 top-k"}
     found = rows(tmp_path / "situations.csv")
     assert [(row["workers"], row["ratio"], row["devices"]) for row in found] == [
         *(("3", "0.0", devices) for devices in "163"),
@@ -498,6 +506,8 @@ memory model.target=my_package.mine +model.arguments.wide=1 | my_package.mine .*
 communication workers=1 | got 1$
 situations workers=[1] | workers .* got 1
 situations ratios=[0] | ratios above 0: got .*\[0.0\]
+situations accuracies=runs | accuracies=runs needs .* compressions=
+situations accuracies=runs compressions=[none] | result.json cannot be read
 pipelines ranks=0 | ranks .* got 0
 pipelines microbatches=[] | microbatches .* got \[\]
 pipelines microbatches=[8,0] | microbatches .* got \[8, 0\]

@@ -33,10 +33,14 @@ METHODS = {
     "topk": "top-k",
     "low_rank": f"rank {LOW_RANK.rank} a hop",
     "powersgd": f"rank {LOW_RANKS[0]}",
+    "powersgd_2": f"rank {LOW_RANKS[1]}",
     LOCAL_SGD: f"an average every {PERIOD} steps",
     FREE_LINKS: "on free links",
 }
 """What travels, by the ``method`` of a row."""
+
+RULE_LABELS = {"ddp": "DDP", "cdp_v1": "CDP-v1", "cdp_v2": "CDP-v2"}
+"""What tables call the rules of a row."""
 
 
 def assess_slow_links(
@@ -85,6 +89,7 @@ def assess_slow_links(
         }
     rivals = {
         "powersgd": ddp_rival(job, "powersgd", LOW_RANKS[0]),
+        "powersgd_2": ddp_rival(job, "powersgd", LOW_RANKS[1]),
         LOCAL_SGD: local_sgd_rival(job, PERIOD),
     }
     for method, rival in rivals.items():
@@ -131,7 +136,7 @@ def slow_link_cells(row: Mapping[str, Any]) -> dict[str, str]:
         "M/C": f"{row['ratio']:.2g}",
         "messages": METHODS[row["method"]],
     }
-    for rule, heading in (("ddp", "DDP"), ("cdp_v1", "CDP-v1"), ("cdp_v2", "CDP-v2")):
+    for rule, heading in RULE_LABELS.items():
         cells[heading] = ""
         if row[rule] is not None:
             cells[heading] = f"{row[rule] / row['whole_ddp']:.2f}"

@@ -1,0 +1,169 @@
+"""Step times and accuracies of compressed messages in one table: what reaches which accuracy when.
+
+Step times are simulated, one for each model and machine. Accuracies come from a comparison, which
+trains all methods for equal epochs. So a method's time of training is its step time.
+"""
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from toolkit.cost.slow_link_rivals import LOW_RANKS
+from toolkit.cost.slow_links import LOCAL_SGD, METHODS, RULE_LABELS
+from toolkit.errors import UserError
+from toolkit.results.record import read_result
+from toolkit.schedule import FRESHEST
+
+_DELAYS = {"cdp_v1": 1, "cdp_v2": FRESHEST}
+_POWERSGD_OF_RANK = {LOW_RANKS[0]: "powersgd", LOW_RANKS[1]: "powersgd_2"}
+
+
+@dataclass(frozen=True)
+class TrainedMethod:
+    """What a comparison shows of a rule with a kind of messages.
+
+    Attributes:
+        rule: ``ddp``, ``cdp_v1`` or ``cdp_v2``.
+        method: key of :data:`toolkit.cost.slow_links.METHODS`.
+        accuracy: mean over seeds after the last epoch, in percent.
+        accuracy_sd: its standard deviation over seeds, in points; None with one seed.
+        verdict: whether it is equivalent to the comparison's first rule.
+    """
+
+    rule: str
+    method: str
+    accuracy: float
+    accuracy_sd: float | None
+    verdict: str
+
+    @property
+    def label(self) -> str:
+        """What tables and figures call it."""
+        return f"{RULE_LABELS[self.rule]} {METHODS[self.method]}"
+
+
+def trained_methods(folder: str | Path) -> list[TrainedMethod]:
+    """Return the methods that a comparison has trained, and that have a simulated step time.
+
+    Args:
+        folder: of a comparison, such as ``compare study=compression`` writes it.
+
+    Raises:
+        UserError: the folder has no comparison of accuracies, or none of such methods.
+    """
+    result = read_result(Path(folder))
+    config = result["provenance"].get("config", {})
+    methods = []
+    for row in result["metrics"]:
+        if not (isinstance(row, dict) and {"rule", "accuracy"} <= row.keys()):
+            raise UserError(f"accuracies={folder}: it has no comparison of accuracies")
+        place = _rule_and_method(config, row["rule"])
+        if place is not None and row["accuracy"] is not None:
+            rule, method = place
+            methods.append(
+                TrainedMethod(
+                    rule,
+                    method,
+                    row["accuracy"],
+                    row["accuracy_sd"],
+                    row["verdict"],
+                )
+            )
+    if not methods:
+        raise UserError(
+            f"accuracies={folder}: it trained no method of this table; use a comparison by"
+            " study=compression"
+        )
+    return methods
+
+
+def _rule_and_method(config: Mapping[str, Any], name: str) -> tuple[str, str] | None:
+    """Return the rule and the method of a comparison's rule; None if tables have none such."""
+    schedule = config["rules"][name]
+    own_runtime = config.get("own", {}).get(name, {}).get("runtime", {})
+    runtime = config["runtime"] | own_runtime
+    method = runtime.get("compression", "none")
+    if method == "powersgd":
+        method = _POWERSGD_OF_RANK.get(runtime["low_rank"], "")
+    if runtime["_target_"].endswith(".LocalSGD"):
+        method = LOCAL_SGD
+    if method not in METHODS:
+        return None
+    if schedule["_target_"].endswith(".data_parallel"):
+        return "ddp", method
+    if schedule["_target_"].endswith(".cyclic"):
+        for rule, delay in _DELAYS.items():
+            if schedule["delay"] == delay:
+                return rule, method
+    return None
+
+
+def time_to_accuracy(
+    trained: Iterable[TrainedMethod], rows: Iterable[Mapping[str, Any]]
+) -> list[dict[str, Any]]:
+    """Return a row for each trained method, model and machine.
+
+    Args:
+        trained: of one comparison.
+        rows: of :func:`toolkit.cost.slow_links.assess_slow_links`, also with ``model``, ``batch``
+            and ``samples``.
+
+    Returns:
+        Rows with ``model``, ``batch``, ``samples``, ``machine``, ``ratio`` (M/C), ``name``,
+        ``rule``, ``time`` (of a step, by that of DDP with whole messages), ``accuracy``,
+        ``accuracy_sd``, ``verdict``, and ``front``: whether no method is at least as fast and at
+        least as accurate, and better in one.
+    """
+    trained = [*trained]
+    points_of_machine: dict[tuple[Any, ...], list[dict[str, Any]]] = {}
+    for row in rows:
+        place = {
+            name: row[name]
+            for name in ("model", "batch", "samples", "machine", "ratio")
+        }
+        points = points_of_machine.setdefault(tuple(place.values()), [])
+        for each in trained:
+            if each.method == row["method"] and row[each.rule] is not None:
+                points.append(
+                    {
+                        **place,
+                        "name": each.label,
+                        "rule": each.rule,
+                        "time": row[each.rule] / row["whole_ddp"],
+                        "accuracy": each.accuracy,
+                        "accuracy_sd": each.accuracy_sd,
+                        "verdict": each.verdict,
+                    }
+                )
+    all_points = []
+    for points in points_of_machine.values():
+        for point in points:
+            point["front"] = not any(_beats(other, point) for other in points)
+        all_points += sorted(points, key=lambda point: point["time"])
+    return all_points
+
+
+def _beats(other: Mapping[str, Any], point: Mapping[str, Any]) -> bool:
+    """Whether ``other`` is at least as fast and accurate as ``point``, and better in one."""
+    no_worse = other["time"] <= point["time"] and other["accuracy"] >= point["accuracy"]
+    return no_worse and (
+        other["time"] < point["time"] or other["accuracy"] > point["accuracy"]
+    )
+
+
+def accuracy_cells(row: Mapping[str, Any]) -> dict[str, str]:
+    """Return a row of :func:`time_to_accuracy` as cells of a printed table, by heading."""
+    accuracy = f"{row['accuracy']:.2f}"
+    if row["accuracy_sd"] is not None:
+        accuracy += f" ± {row['accuracy_sd']:.2f}"
+    return {
+        "model": f"{row['model']}, {row['batch']} {row['samples']}",
+        "machine": row["machine"],
+        "M/C": f"{row['ratio']:.2g}",
+        "method": row["name"],
+        "time": f"{row['time']:.3f}",
+        "accuracy (%)": accuracy,
+        "verdict": row["verdict"],
+        "on the front": "yes" if row["front"] else "",
+    }
