@@ -87,15 +87,10 @@ def assess_slow_links(
             "cdp_v1": fastest_cdp(cdp_costs, hardware, workers, 1).seconds,
             "cdp_v2": fastest_cdp(cdp_costs, hardware, workers, FRESHEST).seconds,
         }
-    rivals = {
-        "powersgd": ddp_rival(job, "powersgd", LOW_RANKS[0]),
-        "powersgd_2": ddp_rival(job, "powersgd", LOW_RANKS[1]),
-        LOCAL_SGD: local_sgd_rival(job, PERIOD),
-    }
-    for method, rival in rivals.items():
+    for method, seconds in _rival_seconds(job).items():
         yield machine | {
             "method": method,
-            "ddp": rival.seconds,
+            "ddp": seconds,
             "cdp_v1": None,
             "cdp_v2": None,
         }
@@ -105,6 +100,15 @@ def assess_slow_links(
         "ddp": job.form(hardware=free).seconds,
         "cdp_v1": fastest_cdp(costs_of, free, workers, 1).seconds,
         "cdp_v2": fastest_cdp(costs_of, free, workers, FRESHEST).seconds,
+    }
+
+
+def _rival_seconds(job: DataParallelJob) -> dict[str, float]:
+    """Return the seconds of a step by each method that has no form with late weights."""
+    return {
+        "powersgd": ddp_rival(job, "powersgd", LOW_RANKS[0]).seconds,
+        "powersgd_2": ddp_rival(job, "powersgd", LOW_RANKS[1]).seconds,
+        LOCAL_SGD: local_sgd_rival(job, PERIOD).seconds,
     }
 
 

@@ -15,6 +15,7 @@ from toolkit.plan.findings import Pilot, RuleFindings, TrainingFindings
 from toolkit.plan.measure import Data, OnProgress, ratios, step_memory, step_times
 from toolkit.plan.pilot_training import train_by
 from toolkit.plan.predictions import Limits, Prediction, Predictor
+from toolkit.plan.runtime_overhead import RuntimeOverhead
 from toolkit.runtime import SingleProcess
 from toolkit.runtime.make_optimizer import MakeOptimizer
 from toolkit.runtime.step_options import Loss
@@ -110,11 +111,7 @@ class PilotBench:
         predictor = Predictor(findings.hardware, Limits(), optimizer_words)
         predicted = {}
         for rule, candidate in self.candidates.items():
-            costs_of_rule: Costs = costs
-            if findings.overhead is not None:
-                program = candidate.schedule.lower(steps_to_time(candidate.schedule))
-                costs_of_rule = findings.overhead.added_to(costs, program, stages)
-            costs_of_rule = recomputing(costs_of_rule, candidate.checkpoint)
+            costs_of_rule = _costs_of_rule(candidate, costs, stages, findings.overhead)
             predicted[rule] = _predicted(candidate, costs_of_rule, predictor, slack)
         on_progress("predicting", 1.0)
 
@@ -165,6 +162,19 @@ class PilotBench:
         """Train under DP and ``rule``; see :func:`toolkit.plan.pilot_training.train_by`."""
         schedules = {name: self.schedule(name) for name in ("DP", rule)}
         return train_by(self.runtime, schedules, data, n_steps, seeds, on_progress)
+
+
+def _costs_of_rule(
+    candidate: Candidate,
+    costs: Costs,
+    stages: Stages,
+    overhead: RuntimeOverhead | None,
+) -> Costs:
+    """Return ``costs`` with the runtime's own time, if it is known, and recomputed forwards."""
+    if overhead is not None:
+        program = candidate.schedule.lower(steps_to_time(candidate.schedule))
+        costs = overhead.added_to(costs, program, stages)
+    return recomputing(costs, candidate.checkpoint)
 
 
 def _predicted(

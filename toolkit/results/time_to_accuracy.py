@@ -139,16 +139,16 @@ def time_to_accuracy(
     all_points = []
     for points in points_of_machine.values():
         for point in points:
-            point["front"] = not any(_beats(other, point) for other in points)
+            point["front"] = not any(_beats(rival, point) for rival in points)
         all_points += sorted(points, key=lambda point: point["time"])
     return all_points
 
 
-def _beats(other: Mapping[str, Any], point: Mapping[str, Any]) -> bool:
-    """Whether ``other`` is at least as fast and accurate as ``point``, and better in one."""
-    no_worse = other["time"] <= point["time"] and other["accuracy"] >= point["accuracy"]
+def _beats(rival: Mapping[str, Any], point: Mapping[str, Any]) -> bool:
+    """Whether ``rival`` is at least as fast and accurate as ``point``, and better in one."""
+    no_worse = rival["time"] <= point["time"] and rival["accuracy"] >= point["accuracy"]
     return no_worse and (
-        other["time"] < point["time"] or other["accuracy"] > point["accuracy"]
+        rival["time"] < point["time"] or rival["accuracy"] > point["accuracy"]
     )
 
 

@@ -5,8 +5,8 @@
     M     [r, c]   a weight's gradient, or its difference to the version before: the first
                    dimension by all others
     Q_0   [c, k]   a fixed draw
-    P     [r, k]   orthonormal columns of M Q_0
-    Q     [c, k]   M^T P
+    P     [r, k]   orthonormal columns of M Q_0: the column factor
+    Q     [c, k]   M^T P: the row factor
     P, Q           the same once more, from Q
     M is read as P Q^T
 
@@ -53,11 +53,11 @@ def factor(numbers: Tensor, matrices: Matrices, code: LowRankCode) -> Tensor:
             pieces.append(piece)
             continue
         matrix = piece.view(n_rows, n_columns)
-        right = _start(n_columns, rank).to(matrix)
+        row_factor = _start(n_columns, rank).to(matrix)
         for _ in range(_ITERATIONS):
-            left, _ = torch.linalg.qr(matrix @ right)
-            right = matrix.T @ left
-        pieces += [left.flatten(), right.flatten()]
+            column_factor, _ = torch.linalg.qr(matrix @ row_factor)
+            row_factor = matrix.T @ column_factor
+        pieces += [column_factor.flatten(), row_factor.flatten()]
     return torch.cat(pieces).to(torch.float32).view(torch.uint8)
 
 
@@ -82,10 +82,9 @@ def multiply(
             piece, sent = sent.tensor_split([n_rows * n_columns])
             pieces.append(piece)
             continue
-        left, right, sent = sent.tensor_split(
-            [n_rows * rank, (n_rows + n_columns) * rank]
-        )
-        product = left.view(n_rows, rank) @ right.view(n_columns, rank).T
+        ends = [n_rows * rank, (n_rows + n_columns) * rank]
+        column_factor, row_factor, sent = sent.tensor_split(ends)
+        product = column_factor.view(n_rows, rank) @ row_factor.view(n_columns, rank).T
         pieces.append(product.flatten())
     return torch.cat(pieces)
 
