@@ -22,6 +22,7 @@ from toolkit.plan.plan_table import plan_cells
 from toolkit.results.best_rules import best_rules
 from toolkit.results.provenance import strip_folders
 from toolkit.results.record import read_result
+from toolkit.results.time_to_accuracy import accuracy_table
 from toolkit.results.tuning import edges
 from toolkit.schedule import labels
 
@@ -357,6 +358,10 @@ def counted(row: Row) -> Row:
     }
 
 
+def _times_to_accuracy(result: Result) -> Rows:
+    return accuracy_table(result["accuracies"])
+
+
 _ROWS: tuple[tuple[str, Callable[[Result], Rows]], ...] = (
     ("digits", _each(_compared, cells.peak_cells)),
     ("text", _each(_tokens)),
@@ -376,6 +381,7 @@ _ROWS: tuple[tuple[str, Callable[[Result], Rows]], ...] = (
     ("papers", _papers),
     ("simulated", _simulated),
     ("slow_links", _slow_links),
+    ("time_to_accuracy", _times_to_accuracy),
     (f"situations{_SHORT}", _situations_short),
     ("situations", _each(situation_cells)),
     ("stability_limits", _each(_limits)),

@@ -98,18 +98,19 @@ def main(config: DictConfig) -> None:
 
 
 def trained_methods_of(config: DictConfig) -> "list[TrainedMethod]":
-    """Return the methods of the comparison in ``accuracies``; none without it."""
+    """Return the methods of the comparisons in ``accuracies``; none without them."""
     from toolkit.errors import UserError
     from toolkit.results.time_to_accuracy import trained_methods
 
-    if config.accuracies is None:
-        return []
-    if not config.compressions:
+    folders = config.accuracies
+    if isinstance(folders, str):
+        folders = [folders]
+    if folders and not config.compressions:
         raise UserError(
             f"accuracies={config.accuracies} needs the compressions to simulate, such as"
             " compressions=[none,int8,int4,topk]"
         )
-    return trained_methods(config.accuracies)
+    return trained_methods(folders)
 
 
 def assess_models(

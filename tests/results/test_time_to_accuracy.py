@@ -9,6 +9,7 @@ from toolkit.figures.time_to_accuracy_figure import draw_time_to_accuracy
 from toolkit.results.time_to_accuracy import (
     TrainedMethod,
     accuracy_cells,
+    accuracy_table,
     time_to_accuracy,
     trained_methods,
 )
@@ -54,7 +55,7 @@ def test_methods_of_a_comparison(tmp_path):
         },
     )
     methods = [
-        (each.rule, each.method, each.accuracy) for each in trained_methods(folder)
+        (each.rule, each.method, each.accuracy) for each in trained_methods([folder])
     ]
     assert methods == [
         ("ddp", "none", 90.0),
@@ -74,7 +75,18 @@ def test_methods_of_a_comparison(tmp_path):
 )
 def test_refuses_what_has_no_such_methods(tmp_path, rules, metrics, message):
     with pytest.raises(UserError, match=message):
-        trained_methods(comparison(tmp_path, rules, metrics))
+        trained_methods([comparison(tmp_path, rules, metrics)])
+
+
+def test_of_a_method_that_several_have_trained_the_first_counts(tmp_path):
+    folders = []
+    for name, accuracy in (("one", 90.0), ("other", 80.0)):
+        (tmp_path / name).mkdir()
+        late = (CYCLIC | {"delay": 1}, {"compression": name}, accuracy)
+        rules = {"dp": (DP, {}, accuracy), "late": late}
+        folders.append(comparison(tmp_path / name, rules))
+    (method,) = trained_methods(folders)
+    assert (method.rule, method.accuracy) == ("ddp", 90.0)
 
 
 PLACE = {
@@ -135,6 +147,13 @@ def test_cells_and_figure():
         "90.00 ± 0.50",
     ]
     assert [cell["on the front"] for cell in cells] == ["yes", "yes", "", ""]
+    table = accuracy_table(rows)
+    assert [row["net, 4 images, M = 2 C"] for row in table] == [
+        "0.250 *",
+        "0.300 *",
+        "0.750",
+        "1.000",
+    ]
     figure = draw_time_to_accuracy(rows)
     (axes,) = figure.axes
     front_line = axes.lines[0]

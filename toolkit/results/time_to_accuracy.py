@@ -43,15 +43,26 @@ class TrainedMethod:
         return f"{RULE_LABELS[self.rule]} {METHODS[self.method]}"
 
 
-def trained_methods(folder: str | Path) -> list[TrainedMethod]:
-    """Return the methods that a comparison has trained, and that have a simulated step time.
+def trained_methods(folders: Iterable[str | Path]) -> list[TrainedMethod]:
+    """Return the methods that comparisons have trained, and that have a simulated step time.
 
     Args:
-        folder: of a comparison, such as ``compare study=compression`` writes it.
+        folders: of comparisons of the same model, data and epochs, such as
+            ``compare study=compression`` writes them. Of a method that several have trained the
+            first counts.
 
     Raises:
-        UserError: the folder has no comparison of accuracies, or none of such methods.
+        UserError: a folder has no comparison of accuracies, or none of such methods.
     """
+    methods: dict[tuple[str, str], TrainedMethod] = {}
+    for folder in folders:
+        for each in _methods_of(folder):
+            methods.setdefault((each.rule, each.method), each)
+    return [*methods.values()]
+
+
+def _methods_of(folder: str | Path) -> list[TrainedMethod]:
+    """Return the methods of one comparison."""
     result = read_result(Path(folder))
     config = result["provenance"].get("config", {})
     methods = []
@@ -150,6 +161,27 @@ def _beats(rival: Mapping[str, Any], point: Mapping[str, Any]) -> bool:
     return no_worse and (
         rival["time"] < point["time"] or rival["accuracy"] > point["accuracy"]
     )
+
+
+def accuracy_table(rows: Iterable[Mapping[str, Any]]) -> list[dict[str, str]]:
+    """Return a row for each method, with a column for each model and machine.
+
+    Args:
+        rows: of :func:`time_to_accuracy`.
+
+    Returns:
+        Cells by heading. Those of times end in ``*`` for methods on the front.
+    """
+    table_rows: dict[str, dict[str, str]] = {}
+    for row in rows:
+        cells = accuracy_cells(row)
+        labels = {name: cells[name] for name in ("method", "accuracy (%)", "verdict")}
+        table_row = table_rows.setdefault(row["name"], labels)
+        mark = ""
+        if row["front"]:
+            mark = " *"
+        table_row[f"{cells['model']}, M = {cells['M/C']} C"] = f"{cells['time']}{mark}"
+    return [*table_rows.values()]
 
 
 def accuracy_cells(row: Mapping[str, Any]) -> dict[str, str]:
