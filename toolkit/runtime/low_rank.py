@@ -11,7 +11,8 @@
     M is read as P Q^T
 
 A message has P and Q in 32 bits. Matrices that this would not make half as small, vectors among
-them, travel as they are, in 32 bits.
+them, travel as they are, in 32 bits. Each rank multiplies for itself: where processors differ,
+copies of weights may differ in their last bits, those of a step's small difference.
 
 Source: arXiv 1905.13727, algorithm 1. There workers average P and then Q, and begin with the Q of
 the step before. Here each message of a chain is factored by itself, from a fixed start in two
