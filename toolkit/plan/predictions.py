@@ -9,7 +9,7 @@ from torch import nn
 
 from toolkit.cost import Costs, Hardware, affordable_delay, profile
 from toolkit.cost.compression import accuracy_class, coarseness
-from toolkit.cost.simulate import Simulator
+from toolkit.cost.steady_steps import SteadySimulator
 from toolkit.cost.tensor_width import Width, profile_width
 from toolkit.cost.worker_forms import BUCKETS
 from toolkit.errors import UserError
@@ -19,7 +19,6 @@ from toolkit.model.tensor_parallel import default_parallelize
 from toolkit.plan.candidates import Candidate
 from toolkit.schedule import Schedule
 from toolkit.schedule.instruction import collector_paused
-from toolkit.schedule.steady_state import steps_to_time
 
 
 @dataclass(frozen=True)
@@ -137,19 +136,13 @@ class Predictor:
         Args:
             candidates: all of the same schedule, which is lowered once.
             costs: of each candidate's stages.
-            timed: steady training steps, at least, whose mean is the step time. Those of a schedule
-                with late weights differ where its messages wait; of any other one is enough.
+            timed: as of :class:`toolkit.cost.steady_steps.SteadySimulator`.
         """
         schedule = candidates[0].schedule
-        if schedule.max_staleness == 0:
-            # Without late weights each steady step is like the one before.
-            timed = 1
-        n_steps = steps_to_time(schedule, timed)
         predictions = []
         # Programs and timelines make no reference cycles, so they are gone before the pause ends.
         with collector_paused():
-            # Lowered and verified once: only costs differ between the candidates.
-            simulator = Simulator(schedule.lower(n_steps).verify())
+            simulator = SteadySimulator(schedule, timed)
             for candidate, candidate_costs in zip(candidates, costs, strict=True):
                 timeline = simulator.timeline(
                     candidate_costs,
