@@ -1,6 +1,7 @@
 """How many training steps a prediction simulates."""
 
 import random
+from dataclasses import replace
 
 import pytest
 
@@ -53,10 +54,11 @@ def test_steps_that_repeat_are_simulated_until_they_do(schedule):
 
 
 def test_steps_that_do_not_repeat_at_once_are_simulated_for_longer():
-    schedule = catalog.eager_1f1b(8, 32)
-    costs = unequal_costs(8)
-    timeline = SteadySimulator(schedule, timed=2).timeline(costs, LINKS)
-    assert timeline == simulate_steady_steps(schedule, costs, LINKS, timed_steps=1)
+    schedule = catalog.eager_1f1b(4, 16)
+    costs = unequal_costs(4)
+    slow = replace(LINKS, link_bandwidth=3e8, link_latency=1e-4)
+    timeline = SteadySimulator(schedule, timed=2).timeline(costs, slow)
+    assert timeline == simulate_steady_steps(schedule, costs, slow, timed_steps=1)
     assert len(timeline.step_ends) > 3
 
 
