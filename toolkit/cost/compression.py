@@ -16,7 +16,7 @@ SCALE_BYTES = 4
 """Bytes of a scale."""
 
 FACTOR_BYTES = 4
-"""Bytes of a number of a low-rank factor, and of what travels beside the factors."""
+"""Bytes of a number of a low-rank factor, and of what travels with the factors."""
 
 # M Q and M^T P in each of two iterations, and P Q^T of the sum that is sent, of the one that comes,
 # and of the weights that come: see toolkit.runtime.low_rank.
