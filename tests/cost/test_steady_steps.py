@@ -5,7 +5,7 @@ from dataclasses import replace
 
 import pytest
 
-from toolkit.cost import Hardware, StageCost
+from toolkit.cost import Hardware, StageCost, simulate
 from toolkit.cost.steady_steps import SteadySimulator, simulate_steady_steps
 from toolkit.schedule import after, catalog
 from toolkit.schedule.steady_state import steps_to_time
@@ -45,8 +45,8 @@ def unequal_costs(n_stages):
 def test_steps_that_repeat_are_simulated_until_they_do(schedule):
     costs = unequal_costs(schedule.n_stages)
     timeline = SteadySimulator(schedule, timed=2).timeline(costs, LINKS)
-    longer = simulate_steady_steps(schedule, costs, LINKS)
-    assert len(timeline.step_ends) == 3 < len(longer.step_ends)
+    longer = simulate(schedule.lower(8).verify(), costs, LINKS)
+    assert len(timeline.step_ends) == 3
     assert timeline.step_time == pytest.approx(longer.step_time, rel=1e-9)
     assert timeline.bytes_a_step() == pytest.approx(longer.bytes_a_step())
     for rank in range(schedule.n_ranks):
@@ -58,8 +58,10 @@ def test_steps_that_do_not_repeat_at_once_are_simulated_for_longer():
     costs = unequal_costs(4)
     slow = replace(LINKS, link_bandwidth=3e8, link_latency=1e-4)
     timeline = SteadySimulator(schedule, timed=2).timeline(costs, slow)
-    assert timeline == simulate_steady_steps(schedule, costs, slow, timed_steps=1)
+    program = schedule.lower(steps_to_time(schedule, 1)).verify()
+    assert timeline == simulate(program, costs, slow)
     assert len(timeline.step_ends) > 3
+    assert simulate_steady_steps(schedule, costs, slow) == timeline
 
 
 @pytest.mark.parametrize(

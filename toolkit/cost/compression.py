@@ -199,12 +199,17 @@ def _coded_bytes(cost: StageCost, code: MessageCode, item_bytes: int) -> int:
     """Return the bytes of a stage's parameters in a message of ``code``."""
     if isinstance(code, BlockCode):
         return code.n_bytes(round(cost.parameter_bytes / item_bytes))
+    check_matrices(cost, code.name)
+    return code.n_bytes(cost.matrices)
+
+
+def check_matrices(cost: StageCost, compression: str) -> None:
+    """Raise UserError if a compression by low rank lacks the shapes of a stage's parameters."""
     if cost.parameter_bytes and not cost.matrices:
         raise UserError(
-            f"compression={code.name} needs the shapes of the parameters: give a model, not its"
+            f"compression={compression} needs the shapes of the parameters: give a model, not its"
             " costs"
         )
-    return code.n_bytes(cost.matrices)
 
 
 def _coding_work(cost: StageCost, code: MessageCode, item_bytes: int) -> Work | None:

@@ -20,13 +20,14 @@ from toolkit.cost.compression import (
     BLOCK_CODES,
     SIXTEEN_BITS,
     accuracy_class,
+    check_matrices,
     compressed_costs,
     low_rank_numbers,
 )
 from toolkit.cost.hardware import Hardware
 from toolkit.cost.stage_costs import Costs, StageCost
 from toolkit.cost.worker_forms import DataParallelJob, Form
-from toolkit.errors import UserError, check_choice
+from toolkit.errors import check_choice
 from toolkit.model.kernel_work import Work
 from toolkit.schedule import Action
 
@@ -122,17 +123,12 @@ def ddp_costs(
             link_latency=_MESSAGES * hardware.link_latency,
             local_latency=_MESSAGES * hardware.local_latency,
         )
-        return tuple(
-            _low_rank_cost(cost, hardware, low_rank) for cost in costs
-        ), in_turn
+        return tuple(_low_rank_cost(cost, low_rank) for cost in costs), in_turn
     return compressed_costs(costs, compression), hardware
 
 
-def _low_rank_cost(cost: StageCost, hardware: Hardware, low_rank: int) -> StageCost:
-    if cost.parameter_bytes and not cost.matrices:
-        raise UserError(
-            "powersgd needs the shapes of the parameters: give a model, not its costs"
-        )
+def _low_rank_cost(cost: StageCost, low_rank: int) -> StageCost:
+    check_matrices(cost, "powersgd")
     n_numbers = sum(n_rows * n_columns for n_rows, n_columns in cost.matrices)
     n_sent = low_rank_numbers(cost.matrices, low_rank)
     item_bytes = cost.parameter_bytes / n_numbers if n_numbers else 0.0
@@ -140,11 +136,9 @@ def _low_rank_cost(cost: StageCost, hardware: Hardware, low_rank: int) -> StageC
         flops=2 * _MATRIX_PRODUCTS * low_rank * n_numbers,
         bytes=round(_PASSES * cost.parameter_bytes),
     )
-    forward, backward = cost.seconds(hardware)
     return replace(
         cost,
-        forward_seconds=forward,
-        backward_seconds=backward + hardware.roofline(work),
+        coding=work,
         compressed_gradient_bytes=n_sent * item_bytes + cost.statistics_bytes,
         error_bytes=cost.parameter_bytes,
     )

@@ -6,7 +6,7 @@ from functools import cached_property
 from math import isclose
 
 from toolkit.cost.hardware import Hardware
-from toolkit.cost.simulate import Simulator, simulate
+from toolkit.cost.simulate import Simulator
 from toolkit.cost.stage_costs import Costs
 from toolkit.cost.timeline import Timeline
 from toolkit.schedule import Schedule
@@ -33,7 +33,8 @@ class SteadySimulator:
         self._repeats = schedule.max_staleness == 0 and not has_phases
         self._timed = 1 if self._repeats else timed
 
-    # Each is lowered and verified once: only costs differ between timelines.
+    # Each is lowered and verified once: only costs differ between timelines. The simulator relies
+    # on the proof, and checks nothing itself.
     @cached_property
     def _of_fewest_steps(self) -> Simulator:
         return Simulator(self._schedule.lower(_FEWEST_STEPS).verify())
@@ -69,8 +70,8 @@ def simulate_steady_steps(
         costs: one entry per stage.
         hardware: seconds of messages, and of kernels that were not measured.
         optimizer_bytes: as in :func:`toolkit.cost.simulate`.
-        timed_steps: steady steps, at least, whose mean is the step time.
+        timed_steps: steady steps, at least, whose mean is the step time, unless steps repeat: see
+            :class:`SteadySimulator`.
     """
-    # Verified, so that the simulator may rely on the program: it checks nothing itself.
-    program = schedule.lower(steps_to_time(schedule, timed_steps)).verify()
-    return simulate(program, costs, hardware, optimizer_bytes)
+    simulator = SteadySimulator(schedule, timed_steps)
+    return simulator.timeline(costs, hardware, optimizer_bytes)

@@ -35,7 +35,6 @@ TIMED_STEPS = 16
 
 Cut = str | Sequence[str]
 """A measure, :data:`BUCKETS`, or the names of the modules that begin the later stages."""
-_ALIKE = 4  # steps without late weights do not overlap: each is like the one before
 STALENESS_PRICE = 0.1
 """Share of a step's time that a step of staleness is worth."""
 NEGLIGIBLE = 0.03
@@ -147,9 +146,8 @@ def steady_timeline(
         optimizer_words: numbers that the optimizer keeps of each parameter.
     """
     optimizer_bytes = [optimizer_words * cost.parameter_bytes for cost in costs]
-    timed_steps = TIMED_STEPS if schedule.max_staleness else _ALIKE
     return simulate_steady_steps(
-        schedule, costs, hardware, optimizer_bytes, timed_steps
+        schedule, costs, hardware, optimizer_bytes, TIMED_STEPS
     )
 
 

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from toolkit.cost.compression import LowRankCode, MessageCode
 from toolkit.runtime.low_rank import factor, multiply
-from toolkit.runtime.quantization import dequantize, lost, quantize
+from toolkit.runtime.quantization import dequantize, quantize
 
 CODES = "<codes>"  # no name of a weight
 """Place of the codes in a message."""
@@ -93,20 +93,6 @@ class CompressedForm:
         if isinstance(self.code, LowRankCode):
             return factor(numbers, self.matrices, self.code)
         return quantize(numbers, self.code)
-
-    def encode_with_error(
-        self, numbers: Tensor, error: Tensor | None
-    ) -> tuple[Tensor, Tensor]:
-        """Return the codes of ``numbers`` plus ``error``, and what they lose, ``[n]``.
-
-        Args:
-            numbers: of all tensors, ``[n]``.
-            error: what the message before lost, ``[n]``; None: nothing.
-        """
-        if error is not None:
-            numbers = numbers + error.to(numbers)
-        content = self.encode(numbers)
-        return content, lost(numbers, self.numbers(content))
 
     def numbers(self, content: Tensor) -> Tensor:
         """Return the numbers of all tensors, ``[n]``, of a message's codes."""

@@ -21,6 +21,7 @@ from torch import Tensor
 from toolkit.cost.compression import MessageCode
 from toolkit.errors import UserError
 from toolkit.runtime.compressed_form import CODES, CompressedMessage, separated
+from toolkit.runtime.quantization import encode_with_error
 from toolkit.runtime.updater import GradientSum
 from toolkit.schedule import Instruction
 
@@ -126,7 +127,9 @@ class SumCompressor:
                 f"compression: stage {i.stage} has {len(numbers)} gradients, and {len(error)}"
                 " before; expected the same weights in each step. Use compression=none"
             )
-        content, new_error = form.encode_with_error(numbers, error)
+        content, new_error = encode_with_error(
+            numbers, error, form.encode, form.numbers
+        )
         assert i.step is not None
         self._residuals[hop] = self._recent((*residuals, Residual(i.step, new_error)))
         return CompressedSum(exact | {CODES: content}, form)

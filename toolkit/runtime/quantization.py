@@ -16,6 +16,8 @@ Source: block-wise dynamic quantisation as in arXiv 2110.02861, section 2.1, wit
 the largest numbers, with feedback of the others, as in arXiv 1809.07599, algorithm 1.
 """
 
+from collections.abc import Callable
+
 import torch
 from torch import Tensor
 
@@ -90,28 +92,26 @@ def dequantize(
 
 
 @torch.no_grad()
-def quantize_with_error(
-    numbers: Tensor, error: Tensor | None, code: BlockCode
+def encode_with_error(
+    numbers: Tensor,
+    error: Tensor | None,
+    encode: Callable[[Tensor], Tensor],
+    decode: Callable[[Tensor], Tensor],
 ) -> tuple[Tensor, Tensor]:
     """Return the bytes of ``numbers`` plus ``error``, and what they lose, ``[n]``.
 
     Args:
         numbers: ``[n]``, of a floating-point type.
         error: ``[n]``, what the message before lost; None: nothing.
-        code: how they are written.
+        encode: writes numbers as bytes.
+        decode: reads them, ``[n]`` of the type of ``numbers``.
     """
     if error is not None:
         numbers = numbers + error.to(numbers)
-    content = quantize(numbers, code)
-    return content, lost(
-        numbers, dequantize(content, len(numbers), code, numbers.dtype)
-    )
-
-
-def lost(numbers: Tensor, decoded: Tensor) -> Tensor:
-    """Return what a message of ``numbers`` lost that is read as ``decoded``, each ``[n]``."""
+    content = encode(numbers)
+    new_error = numbers - decode(content)
     # An update that is not finite may be skipped: later messages must not inherit it.
-    return (numbers - decoded).nan_to_num(0.0, 0.0, 0.0)
+    return content, new_error.nan_to_num(0.0, 0.0, 0.0)
 
 
 def _in_blocks(numbers: Tensor) -> Tensor:

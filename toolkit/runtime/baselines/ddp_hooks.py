@@ -38,7 +38,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from toolkit.cost.compression import BLOCK, BLOCK_CODES, SCALE_BYTES
 from toolkit.errors import UserError, check_choice, whole
-from toolkit.runtime.quantization import dequantize, quantize, quantize_with_error
+from toolkit.runtime.quantization import dequantize, encode_with_error, quantize
 
 # Newer versions of torch warn of the old name.
 _all_gather: Callable[..., Any] = getattr(
@@ -291,8 +291,13 @@ class _QuantizedMemory:
         """Return the bytes of ``numbers`` plus their entry of ``errors``, which is renewed."""
         if not self.error_feedback:
             return quantize(numbers, self.code)
-        content, errors[index] = quantize_with_error(
-            numbers, errors.get(index), self.code
+        content, errors[index] = encode_with_error(
+            numbers,
+            errors.get(index),
+            encode=lambda numbers: quantize(numbers, self.code),
+            decode=lambda content: dequantize(
+                content, len(numbers), self.code, numbers.dtype
+            ),
         )
         return content
 
