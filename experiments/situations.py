@@ -132,13 +132,12 @@ def assess_models(
     all_hardware = [Hardware.preset(name) for name in config.machines]
     for name in config.batches:
         check_choice("batches", name, [*config.models])
-    bar = tqdm(
-        [
-            (name, batch)
-            for name in config.models
-            for batch in counts(config.batches, name, "batches.")
-        ]
-    )
+    # All batches are checked before the first model, which takes minutes.
+    models_and_batches = []
+    for name in config.models:
+        for batch in counts(config.batches, name, "batches."):
+            models_and_batches.append((name, batch))
+    bar = tqdm(models_and_batches)
     for name, batch in bar:
         bar.set_description(f"{name}, micro-batches of {batch}")
         form = analysed_form(
