@@ -85,6 +85,21 @@ def test_products_of_low_rank_take_time():
 
 
 @pytest.mark.parametrize(
+    ("compression", "n_passes"),
+    [("int8", 46.6), ("int4", 51.4), ("topk", 32.7)],
+)
+def test_codes_of_blocks_take_time(compression, n_passes):
+    exact = COSTS[0]
+    (coded, _) = compressed_costs(COSTS, compression)
+    slow = Hardware("slow memory", flops=1e12, memory_bandwidth=1e3, link_bandwidth=1e9)
+    forward, backward = exact.seconds(slow)
+    assert coded.seconds(slow) == pytest.approx((forward, backward + n_passes * 4))
+    # Numbers of 16 bits are encoded as 32-bit ones.
+    (half, _) = compressed_costs(COSTS, compression, item_bytes=2)
+    assert half.seconds(slow) == pytest.approx((forward, backward + n_passes * 8))
+
+
+@pytest.mark.parametrize(
     ("compression", "n_bytes"),
     [("int8", 1016 + 12), ("int4", 516 + 12), ("topk", 144 + 12)],
 )

@@ -63,6 +63,15 @@ def test_rivals_take_the_seconds_of_their_messages():
     assert error_bytes == pytest.approx(1.25 * 40_400)
 
 
+def test_codes_of_ddp_take_time():
+    (cost,), _ = ddp_costs((BUCKET,), LINKS, 4, "int8")
+    slow = replace(LINKS, memory_bandwidth=1e3)
+    _, backward = cost.seconds(slow)
+    # A rank encodes its gradient and the means of its quarter of it.
+    n_passes = 30.0 * 5 / 4 + 2 * 5.3 + 3
+    assert backward == pytest.approx(2 + n_passes * 40.4)
+
+
 def test_local_steps_send_nothing_and_share_their_average():
     job = DataParallelJob(costs_of, LINKS, 4)
     plain = ddp_rival(job, "none")

@@ -2,13 +2,14 @@
 
 ::
 
-    int8/int4  each rank sends 2 (n-1)/n of the quantised gradient, as in a ring of that size
+    codes      each rank sends 2 (n-1)/n of the gradient in int8, int4 or topk, as in a ring of that
+               size; codes and errors pass over the gradient some 50 times before it (topk: 30)
     PowerSGD   a gradient of r rows and c columns travels as rank (r + c) numbers, in two
                all-reduces one after the other, and small tensors as they are in a third;
                products and errors pass over the gradient PASSES times before it
     local SGD  steps without messages, and one all-reduce of the weights every H steps
 
-A PowerSGD step of the simulator does all of its arithmetic before its messages.
+A compressed step of the simulator does all of its arithmetic before its messages.
 
 Source: arXiv 1905.13727, algorithm 1, as torch's ``powerSGD_hook``; arXiv 1805.09767, algorithm 1.
 """
@@ -18,7 +19,9 @@ from math import inf
 
 from toolkit.cost.compression import (
     BLOCK_CODES,
+    CODED_ITEM_BYTES,
     SIXTEEN_BITS,
+    SUM_PASSES,
     accuracy_class,
     check_matrices,
     compressed_costs,
@@ -105,15 +108,21 @@ def ddp_costs(
     if compression in BLOCK_CODES:
         compressed = []
         for cost in costs:
-            # A rank also keeps what the means of its share lost.
-            error_bytes = cost.parameter_bytes * (1 + 1 / n_ranks)
-            n_bytes = BLOCK_CODES[compression].n_bytes(round(cost.parameter_bytes / 4))
-            sent_bytes = n_bytes + cost.statistics_bytes
-            compressed.append(
-                replace(
-                    cost, compressed_gradient_bytes=sent_bytes, error_bytes=error_bytes
-                )
+            # A rank also encodes the means of its share, and keeps what they lost.
+            n_encoded = 1 + 1 / n_ranks
+            code = BLOCK_CODES[compression]
+            n_bytes = code.n_bytes(round(cost.parameter_bytes / CODED_ITEM_BYTES))
+            # It decodes and adds what all ranks have of its share, and decodes the means of all.
+            n_passes = (
+                n_encoded * code.encode_passes + 2 * code.decode_passes + SUM_PASSES
             )
+            compressed_cost = replace(
+                cost,
+                coding=Work(flops=0, bytes=round(n_passes * cost.parameter_bytes)),
+                compressed_gradient_bytes=n_bytes + cost.statistics_bytes,
+                error_bytes=n_encoded * cost.parameter_bytes,
+            )
+            compressed.append(compressed_cost)
         return tuple(compressed), hardware
     if compression == "powersgd":
         # The simulator has one message for a bucket. Latency counts as that of three, one after the
