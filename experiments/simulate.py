@@ -210,7 +210,7 @@ def costs_of_file(config: DictConfig) -> "FileCosts":
 
 def check_messages(config: DictConfig, schedules: "dict[str, Schedule]") -> None:
     """Raise UserError if a schedule has no messages that could be compressed as asked."""
-    from toolkit.cost.compression import check_boundary_compression
+    from toolkit.cost.boundary_compression import check_boundary_compression
 
     check_compressed(schedules, config.compression, config.width)
     check_boundary_compression(
@@ -220,7 +220,8 @@ def check_messages(config: DictConfig, schedules: "dict[str, Schedule]") -> None
 
 def check(config: DictConfig) -> None:
     """Raise UserError if an option has a value that it cannot have."""
-    from toolkit.cost.compression import BOUNDARY_COMPRESSIONS, COMPRESSIONS
+    from toolkit.cost.boundary_compression import BOUNDARY_COMPRESSIONS
+    from toolkit.cost.compression import COMPRESSIONS
 
     check_counts(config, "batch", "steps", "width")
     check_choice("chains", config.chains, _CHAINS)

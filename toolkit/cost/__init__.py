@@ -2,9 +2,10 @@
 
 from toolkit.cost.activation_curve import AXES, MemoryCurve, memory_curve
 from toolkit.cost.affordable_delay import affordable_delay, affordable_schedule
+from toolkit.cost.boundary_compression import boundary_costs
 from toolkit.cost.calibrate import calibrate, predict_calibrated
 from toolkit.cost.chakra import write_chakra
-from toolkit.cost.compression import boundary_costs, compressed_costs
+from toolkit.cost.compression import compressed_costs
 from toolkit.cost.hardware import UNIT, Hardware
 from toolkit.cost.profiling import profile
 from toolkit.cost.simulate import simulate

@@ -1,13 +1,11 @@
 """Bytes of compressed messages, the memory of what they lost, and what that means for accuracy."""
 
-import sys
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from toolkit.cost.stage_costs import Costs, StageCost
 from toolkit.errors import UserError, check_choice
 from toolkit.model.kernel_work import Work
-from toolkit.schedule import Schedule
 
 BLOCK = 256
 """Numbers that share a scale."""
@@ -23,6 +21,8 @@ CODED_ITEM_BYTES = 4
 
 SUM_PASSES = 3
 """Times that all numbers are read or written where a message is added to something."""
+
+_ERROR_PASSES = 8  # 3 for the numbers + their last error, 5 for the new one
 
 # M Q and M^T P in each of two iterations, and P Q^T of the sum that is sent, of the one that comes,
 # and of the weights that come: see toolkit.runtime.low_rank.
@@ -40,9 +40,9 @@ class BlockCode:
     Attributes:
         name: of the compression.
         bits: of a number that is sent.
-        encode_passes: times that all numbers are read or written, as 32-bit numbers, for a message
-            and its error.
-        decode_passes: likewise to read it.
+        encode_passes: times that all numbers are read or written, as 32-bit numbers, to write a
+            message.
+        decode_passes: likewise to read one.
         n_kept: numbers of a block that are sent, the largest; each also sends its place in the
             block, a byte, unless all are sent.
     """
@@ -52,6 +52,11 @@ class BlockCode:
     encode_passes: float
     decode_passes: float
     n_kept: int = BLOCK
+
+    @property
+    def encode_passes_with_error(self) -> float:
+        """Passes until a message and what it lost are computed."""
+        return self.encode_passes + self.decode_passes + _ERROR_PASSES
 
     @property
     def keeps_all(self) -> bool:
@@ -91,9 +96,9 @@ BLOCK_CODES = {
     code.name: code
     for code in (
         # Passes are those of the kernels of toolkit.runtime.quantization, each on its own.
-        BlockCode("int8", 8, encode_passes=30.0, decode_passes=5.3),
-        BlockCode("int4", 4, encode_passes=32.4, decode_passes=6.5),
-        BlockCode("topk", 8, encode_passes=19.5, decode_passes=3.6, n_kept=16),
+        BlockCode("int8", 8, encode_passes=16.8, decode_passes=5.3),
+        BlockCode("int4", 4, encode_passes=17.9, decode_passes=6.5),
+        BlockCode("topk", 8, encode_passes=7.9, decode_passes=3.6, n_kept=16),
     )
 }
 """Codes that take numbers of any shape, by the name of the compression."""
@@ -108,14 +113,6 @@ SIXTEEN_BITS = ("fp16", "bf16")
 
 COMPRESSIONS = ("none", *SIXTEEN_BITS, *MESSAGE_CODES)
 """Compressions of a program's own messages."""
-
-BOUNDARY_COMPRESSIONS = ("none", "bf16", "int8", "int4")
-"""Compressions of activations and their gradients between ranks.
-
-None leaves numbers out: an activation is not sent again, so zeros in its place would stay zeros.
-"""
-
-_ITEM_BYTES = 4  # of a number of a cost whose tensors are unknown
 
 
 def factor_columns(n_rows: int, n_columns: int, rank: int) -> int:
@@ -229,104 +226,12 @@ def _coding_work(cost: StageCost, code: MessageCode, item_bytes: int) -> Work:
     n_numbers = cost.parameter_bytes / item_bytes
     if isinstance(code, BlockCode):
         # The sum that is sent, the one that comes, and weights that come.
-        n_passes = code.encode_passes + 2 * (code.decode_passes + SUM_PASSES)
+        n_passes = code.encode_passes_with_error
+        n_passes += 2 * (code.decode_passes + SUM_PASSES)
         return Work(flops=0, bytes=round(n_passes * CODED_ITEM_BYTES * n_numbers))
     return Work(
         flops=round(2 * _PRODUCTS * code.rank * n_numbers),
         bytes=round(_PASSES * cost.parameter_bytes),
-    )
-
-
-def boundary_costs(costs: Costs, compression: str) -> Costs:
-    """Return ``costs`` whose activations and their gradients travel compressed between ranks.
-
-    Args:
-        costs: one entry per stage. If their activations are unknown, each stage is taken to send
-            one, of 32-bit numbers.
-        compression: as ``boundary_compression`` of :class:`toolkit.runtime.Distributed`.
-
-    Raises:
-        UserError: the compression is unknown.
-    """
-    check_choice("boundary_compression", compression, BOUNDARY_COMPRESSIONS)
-    if compression == "none":
-        return costs
-    compressed = []
-    for cost in costs:
-        output_saving = _saved_bytes(
-            cost.output_activations, cost.output_bytes, compression
-        )
-        gradient_saving = _saved_bytes(
-            cost.input_activations, cost.input_gradient_bytes, compression
-        )
-        compressed_cost = replace(
-            cost,
-            compressed_output_bytes=cost.output_bytes - output_saving,
-            compressed_input_gradient_bytes=cost.input_gradient_bytes - gradient_saving,
-        )
-        compressed.append(compressed_cost)
-    return tuple(compressed)
-
-
-def _saved_bytes(
-    activations: Sequence[tuple[int, int]] | None, n_bytes: float, compression: str
-) -> float:
-    """Return the bytes that compression saves of a message of ``n_bytes``.
-
-    Args:
-        activations: numbers, and bytes of each, of the message's activations; None: unknown.
-        n_bytes: of the whole message.
-        compression: of the activations.
-    """
-    if activations is None:
-        activations = [(round(n_bytes / _ITEM_BYTES), _ITEM_BYTES)]
-    saved_bytes = 0
-    for n_numbers, item_bytes in activations:
-        if compression in SIXTEEN_BITS:
-            # Numbers of 16 bits travel as they are.
-            sent_bytes = n_numbers * min(2, item_bytes)
-        else:
-            # Blocks do not go across the ends of tensors.
-            sent_bytes = BLOCK_CODES[compression].n_bytes(n_numbers)
-        saved_bytes += n_numbers * item_bytes - sent_bytes
-    return float(saved_bytes)
-
-
-def sends_activations(schedule: Schedule) -> bool:
-    """Whether an activation goes from a rank to another, in any phase of a schedule."""
-    for step in (0, *schedule.changes(range(sys.maxsize))):
-        if schedule.at(step).layout.sends_activations:
-            return True
-    return False
-
-
-def check_boundary_compression(
-    compression: str, schedules: Iterable[Schedule], width: int = 1
-) -> None:
-    """Raise UserError if activations between ranks cannot travel so.
-
-    Args:
-        compression: of activations and their gradients.
-        schedules: at least one has to send activations.
-        width: devices of a rank.
-    """
-    check_choice("boundary_compression", compression, BOUNDARY_COMPRESSIONS)
-    if compression == "none":
-        return
-    if width > 1:
-        raise UserError(
-            f"width={width} takes no boundary_compression={compression}: leave it out, or use"
-            " width=1"
-        )
-    names = []
-    for schedule in schedules:
-        if sends_activations(schedule):
-            return
-        names.append(schedule.name)
-    raise UserError(
-        f"boundary_compression={compression} is of activations that go from rank to rank:"
-        f" {', '.join(dict.fromkeys(names))} sends none. Use stages on several ranks, as"
-        " one_f_one_b or schedule.placement=per_stage; compression= is of gradients and weights"
     )
 
 

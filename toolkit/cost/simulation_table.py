@@ -5,12 +5,8 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
-from toolkit.cost.compression import (
-    accuracy_class,
-    boundary_costs,
-    compressed_costs,
-    sends_activations,
-)
+from toolkit.cost.boundary_compression import boundary_costs, sends_activations
+from toolkit.cost.compression import accuracy_class, compressed_costs
 from toolkit.cost.hardware import Hardware
 from toolkit.cost.simulate import simulate
 from toolkit.cost.slow_link_rivals import Averaging, rivals_on_slow_links

@@ -113,9 +113,8 @@ def ddp_costs(
             code = BLOCK_CODES[compression]
             n_bytes = code.n_bytes(round(cost.parameter_bytes / CODED_ITEM_BYTES))
             # It decodes and adds what all ranks have of its share, and decodes the means of all.
-            n_passes = (
-                n_encoded * code.encode_passes + 2 * code.decode_passes + SUM_PASSES
-            )
+            n_passes = n_encoded * code.encode_passes_with_error
+            n_passes += 2 * code.decode_passes + SUM_PASSES
             compressed_cost = replace(
                 cost,
                 coding=Work(flops=0, bytes=round(n_passes * cost.parameter_bytes)),

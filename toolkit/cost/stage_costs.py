@@ -49,7 +49,8 @@ class StageCost:
         compressed_output_bytes: what the stage sends on, in a message; None: as it is.
         compressed_input_gradient_bytes: gradients of its inputs, in a message; None: as they are.
         matrices: rows and columns of each trained parameter, as PowerSGD takes it; empty: unknown.
-        coding: work of writing and reading the stage's messages, which a backward takes longer.
+        forward_coding: work of the codes of activations, which a forward takes longer.
+        coding: work of all other codes of messages, which a backward takes longer.
         exchange_seconds: of the forward's collectives among the devices of a rank.
         backward_exchange_seconds: of the backward's.
         exchange_bytes: that a device sends to others of its rank, in a forward and a backward.
@@ -87,6 +88,7 @@ class StageCost:
     compressed_output_bytes: float | None = None
     compressed_input_gradient_bytes: float | None = None
     matrices: tuple[tuple[int, int], ...] = field(default=(), repr=False)
+    forward_coding: Work | None = None
     coding: Work | None = None
     exchange_seconds: float = 0.0
     backward_exchange_seconds: float = 0.0
@@ -173,6 +175,8 @@ class StageCost:
     def seconds(self, hardware: Hardware) -> tuple[float, float]:
         """Return forward and backward seconds, with codes and collectives of a rank's devices."""
         forward, backward = self.compute_seconds(hardware)
+        if self.forward_coding is not None:
+            forward += hardware.roofline(self.forward_coding)
         if self.coding is not None:
             backward += hardware.roofline(self.coding)
         return (
@@ -210,9 +214,11 @@ class StageCost:
         """Return the seconds of a forward, a backward, and its parts for inputs and weights."""
         forward, backward = self.seconds(hardware)
         if self.recomputes:
-            # The forward runs again first. Its activations do not outlive the op, so that the half
-            # for the weights is done at once, too.
-            return [forward, forward + backward, forward + backward, 0.0]
+            # The forward runs again first, and sends nothing. Its activations do not outlive the
+            # op, so that the half for the weights is done at once, too.
+            kernel_seconds, _ = self.compute_seconds(hardware)
+            backward += kernel_seconds + self.exchange_seconds
+            return [forward, backward, backward, 0.0]
         # The rest of the backward is the half that the stage before waits for.
         weights = self.weight_seconds(hardware)
         return [forward, backward, backward - weights, weights]

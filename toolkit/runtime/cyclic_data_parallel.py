@@ -16,11 +16,8 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from toolkit.cost import Hardware
-from toolkit.cost.compression import (
-    COMPRESSIONS,
-    MESSAGE_CODES,
-    check_boundary_compression,
-)
+from toolkit.cost.boundary_compression import check_boundary_compression
+from toolkit.cost.compression import COMPRESSIONS, MESSAGE_CODES
 from toolkit.errors import UserError, check_choice
 from toolkit.model import Stages
 from toolkit.model.by_hand import ModuleChain

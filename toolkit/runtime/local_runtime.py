@@ -10,7 +10,8 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_map_only
 
-from toolkit.cost.compression import MessageCode, check_boundary_compression
+from toolkit.cost.boundary_compression import check_boundary_compression
+from toolkit.cost.compression import MessageCode
 from toolkit.errors import UserError
 from toolkit.runtime.base import Runtime, Steps
 from toolkit.runtime.boundary_codes import BoundaryCodes

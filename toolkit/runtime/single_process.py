@@ -8,7 +8,8 @@ from typing import Any
 
 from torch import nn
 
-from toolkit.cost.compression import BOUNDARY_COMPRESSIONS, MESSAGE_CODES
+from toolkit.cost.boundary_compression import BOUNDARY_COMPRESSIONS
+from toolkit.cost.compression import MESSAGE_CODES
 from toolkit.errors import UserError, check_choice
 from toolkit.runtime.base import Steps
 from toolkit.runtime.boundary_codes import BoundaryCodes
