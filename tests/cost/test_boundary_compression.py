@@ -7,7 +7,6 @@ import pytest
 from toolkit.cost import UNIT, StageCost, boundary_costs, simulate
 from toolkit.cost.timeline import WORKING
 from toolkit.errors import UserError
-from toolkit.model.kernel_work import Work
 from toolkit.schedule import catalog
 
 PAIR = (
@@ -82,16 +81,6 @@ def test_codes_of_activations_take_time():
     # Rounding to 16 bits takes none.
     (rounded, _) = boundary_costs(PAIR, "bf16")
     assert rounded.seconds(slow) == (1, 2)
-
-
-def test_codes_of_activations_add_to_those_of_gradients():
-    slow = replace(UNIT, memory_bandwidth=4000.0)
-    (both, _) = boundary_costs(
-        [replace(cost, coding=Work(flops=0, bytes=4000)) for cost in PAIR], "int8"
-    )
-    (alone, _) = boundary_costs(PAIR, "int8")
-    _, backward = alone.seconds(slow)
-    assert both.seconds(slow)[1] == pytest.approx(backward + 1)
 
 
 def test_refuses_compressions_that_leave_numbers_out():

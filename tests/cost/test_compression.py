@@ -1,6 +1,7 @@
 """Bytes of compressed messages, and the memory of what they lost."""
 
 from dataclasses import replace
+from math import inf
 
 import pytest
 
@@ -93,9 +94,29 @@ def test_codes_of_blocks_take_time(compression, n_passes):
     slow = Hardware("slow memory", flops=1e12, memory_bandwidth=1e3, link_bandwidth=1e9)
     forward, backward = exact.seconds(slow)
     assert coded.seconds(slow) == pytest.approx((forward, backward + n_passes * 4))
+    # A worker hands its sum on once, however many micro-batches it accumulates.
+    shared = (forward, backward + n_passes)
+    assert coded.seconds(slow, accumulate=4) == pytest.approx(shared)
     # Numbers of 16 bits are encoded as 32-bit ones.
     (half, _) = compressed_costs(COSTS, compression, item_bytes=2)
     assert half.seconds(slow) == pytest.approx((forward, backward + n_passes * 8))
+
+
+def test_accumulated_microbatches_share_the_codes_of_their_sum():
+    slow = Hardware("slow memory", 1.0, memory_bandwidth=1e3, link_bandwidth=inf)
+    exact = [replace(cost, statistics_bytes=0.0) for cost in COSTS]
+    coded = compressed_costs(exact, "int8")
+
+    def backward_seconds(program, costs):
+        spans = simulate(program, costs, slow).spans
+        backwards = [span for span in spans if span.rank == 0 and span.computed == "B"]
+        return sum(span.end - span.start for span in backwards)
+
+    for accumulate in (1, 3):
+        program = catalog.cyclic(2, 1, accumulate=accumulate).lower(6).verify()
+        added = backward_seconds(program, coded) - backward_seconds(program, exact)
+        # Two stages in each of 6 steps.
+        assert added == pytest.approx(2 * 6 * 46.7 * 4)
 
 
 @pytest.mark.parametrize(

@@ -43,15 +43,8 @@ def boundary_costs(costs: Costs, compression: str) -> Costs:
         gradient_saving = _saved_bytes(inputs, compression)
         compressed_cost = replace(
             cost,
-            forward_coding=_coding_work(
-                encoded=outputs, decoded=inputs, compression=compression
-            ),
-            coding=_coding_work(
-                encoded=inputs,
-                decoded=outputs,
-                compression=compression,
-                before=cost.coding,
-            ),
+            forward_coding=_coding_work(outputs, inputs, compression),
+            backward_coding=_coding_work(inputs, outputs, compression),
             compressed_output_bytes=cost.output_bytes - output_saving,
             compressed_input_gradient_bytes=cost.input_gradient_bytes - gradient_saving,
         )
@@ -80,27 +73,22 @@ def _saved_bytes(tensors: Tensors, compression: str) -> float:
     return float(saved_bytes)
 
 
-def _coding_work(
-    *, encoded: Tensors, decoded: Tensors, compression: str, before: Work | None = None
-) -> Work | None:
+def _coding_work(sent: Tensors, received: Tensors, compression: str) -> Work | None:
     """Return the work of the codes of a forward or a backward; None: they take no time.
 
     Args:
-        encoded: activations, or their gradients, that the stage sends.
-        decoded: likewise, that it receives.
+        sent: activations, or their gradients, that the stage encodes.
+        received: likewise, that it decodes.
         compression: of these messages.
-        before: work of codes of other messages.
     """
     if compression in SIXTEEN_BITS:
-        return before
+        return None
     code = BLOCK_CODES[compression]
-    n_encoded = sum(n_numbers for n_numbers, _ in encoded)
-    n_decoded = sum(n_numbers for n_numbers, _ in decoded)
-    n_passed = code.encode_passes * n_encoded + code.decode_passes * n_decoded
-    n_bytes = round(CODED_ITEM_BYTES * n_passed)
-    if before is None:
-        return Work(flops=0, bytes=n_bytes)
-    return replace(before, bytes=before.bytes + n_bytes)
+    n_sent = sum(n_numbers for n_numbers, _ in sent)
+    n_received = sum(n_numbers for n_numbers, _ in received)
+    # How many numbers kernels read and write.
+    n_passed = code.encode_passes * n_sent + code.decode_passes * n_received
+    return Work(flops=0, bytes=round(CODED_ITEM_BYTES * n_passed))
 
 
 def sends_activations(schedule: Schedule) -> bool:

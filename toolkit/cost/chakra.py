@@ -43,6 +43,7 @@ def chakra_nodes(
     """
     order = program.ranks[rank]
     message_bytes = moved_bytes(costs)
+    accumulate = program.schedule.accumulate
     nodes: list[Node] = []
     tags: Counter[tuple[int, int]] = Counter()
     last_op: list[int] = []  # index of the op before, if there is one
@@ -62,9 +63,8 @@ def chakra_nodes(
             attributes["comm_size"] = int(n_bytes)
             attributes |= _addresses(instruction, rank, tags)
         elif instruction.action.computes:
-            microseconds = round(
-                costs[instruction.stage].op_seconds(hardware)[instruction.action] * 1e6
-            )
+            op_seconds = costs[instruction.stage].op_seconds(hardware, accumulate)
+            microseconds = round(op_seconds[instruction.action] * 1e6)
             # Only ops have durations and share the rank's compute, so only they are chained.
             control_dependencies = last_op
             last_op = [index]

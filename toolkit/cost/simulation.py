@@ -59,7 +59,8 @@ class Simulation:
 
         # What is looked up for each instruction.
         self.has_pairs = bool(links.pairs)
-        self.op_seconds = [cost.op_seconds(hardware) for cost in costs]
+        accumulate = schedule.accumulate
+        self.op_seconds = [cost.op_seconds(hardware, accumulate) for cost in costs]
         self.speeds = [hardware.speed(rank) for rank in range(n_ranks)]
         self.ports = MachinePorts(hardware, n_ranks)
         self.working_bytes = [cost.working_bytes for cost in costs]

@@ -49,8 +49,10 @@ class StageCost:
         compressed_output_bytes: what the stage sends on, in a message; None: as it is.
         compressed_input_gradient_bytes: gradients of its inputs, in a message; None: as they are.
         matrices: rows and columns of each trained parameter, as PowerSGD takes it; empty: unknown.
-        forward_coding: work of the codes of activations, which a forward takes longer.
-        coding: work of all other codes of messages, which a backward takes longer.
+        forward_coding: work of codes of activations, which a forward takes longer.
+        backward_coding: work of codes of their gradients, which a backward takes longer.
+        coding: work of codes of gradients and weights in a training step of a worker, which its
+            backwards take longer in equal shares.
         exchange_seconds: of the forward's collectives among the devices of a rank.
         backward_exchange_seconds: of the backward's.
         exchange_bytes: that a device sends to others of its rank, in a forward and a backward.
@@ -89,6 +91,7 @@ class StageCost:
     compressed_input_gradient_bytes: float | None = None
     matrices: tuple[tuple[int, int], ...] = field(default=(), repr=False)
     forward_coding: Work | None = None
+    backward_coding: Work | None = None
     coding: Work | None = None
     exchange_seconds: float = 0.0
     backward_exchange_seconds: float = 0.0
@@ -172,13 +175,20 @@ class StageCost:
         # Memory limits an update, not arithmetic: its seconds follow from these bytes alone.
         return 3 * self.parameter_bytes + 2 * state_bytes
 
-    def seconds(self, hardware: Hardware) -> tuple[float, float]:
-        """Return forward and backward seconds, with codes and collectives of a rank's devices."""
+    def seconds(self, hardware: Hardware, accumulate: int = 1) -> tuple[float, float]:
+        """Return forward and backward seconds, with codes and collectives of a rank's devices.
+
+        Args:
+            hardware: that the stage runs on.
+            accumulate: micro-batches of a worker in a training step.
+        """
         forward, backward = self.compute_seconds(hardware)
         if self.forward_coding is not None:
             forward += hardware.roofline(self.forward_coding)
+        if self.backward_coding is not None:
+            backward += hardware.roofline(self.backward_coding)
         if self.coding is not None:
-            backward += hardware.roofline(self.coding)
+            backward += hardware.roofline(self.coding) / accumulate
         return (
             forward + self.exchange_seconds,
             backward + self.backward_exchange_seconds,
@@ -210,9 +220,14 @@ class StageCost:
         # Of a backward that is one kernel both parts read the same data: each takes at most all.
         return backward * min(1.0, weight_seconds / whole_seconds)
 
-    def op_seconds(self, hardware: Hardware) -> list[float]:
-        """Return the seconds of a forward, a backward, and its parts for inputs and weights."""
-        forward, backward = self.seconds(hardware)
+    def op_seconds(self, hardware: Hardware, accumulate: int = 1) -> list[float]:
+        """Return the seconds of a forward, a backward, and its parts for inputs and weights.
+
+        Args:
+            hardware: that the stage runs on.
+            accumulate: micro-batches of a worker in a training step.
+        """
+        forward, backward = self.seconds(hardware, accumulate)
         if self.recomputes:
             # The forward runs again first, and sends nothing. Its activations do not outlive the
             # op, so that the half for the weights is done at once, too.
