@@ -43,8 +43,8 @@ def boundary_costs(costs: Costs, compression: str) -> Costs:
         gradient_saving = _saved_bytes(inputs, compression)
         compressed_cost = replace(
             cost,
-            forward_coding=_coding_work(outputs, inputs, compression),
-            backward_coding=_coding_work(inputs, outputs, compression),
+            forward_coding=_boundary_coding(outputs, inputs, compression),
+            backward_coding=_boundary_coding(inputs, outputs, compression),
             compressed_output_bytes=cost.output_bytes - output_saving,
             compressed_input_gradient_bytes=cost.input_gradient_bytes - gradient_saving,
         )
@@ -73,7 +73,7 @@ def _saved_bytes(tensors: Tensors, compression: str) -> float:
     return float(saved_bytes)
 
 
-def _coding_work(sent: Tensors, received: Tensors, compression: str) -> Work | None:
+def _boundary_coding(sent: Tensors, received: Tensors, compression: str) -> Work | None:
     """Return the work of the codes of a forward or a backward; None: they take no time.
 
     Args:

@@ -1,4 +1,4 @@
-"""Bytes of compressed messages, the memory of what they lost, and what that means for accuracy."""
+"""Bytes and time of compressed messages, memory of what they lost, and their class of accuracy."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -27,9 +27,8 @@ _ERROR_PASSES = 8  # 3 for the numbers + their last error, 5 for the new one
 # M Q and M^T P in each of two iterations, and P Q^T of the sum that is sent, of the one that comes,
 # and of the weights that come: see toolkit.runtime.low_rank.
 _PRODUCTS = 7
-# Times that all of a stage's numbers are read or written: 3 for the sum + error, one for each
-# product, 5 for the new error, 3 for each of two products that is added to something.
-_PASSES = 21
+# Each product passes over the numbers once. What comes, a sum and weights, is added to something.
+_LOW_RANK_PASSES = _ERROR_PASSES + _PRODUCTS + 2 * SUM_PASSES
 _LEAST_RATE = 2  # torch's: a matrix that would shrink by less travels as it is
 
 
@@ -231,7 +230,7 @@ def _coding_work(cost: StageCost, code: MessageCode, item_bytes: int) -> Work:
         return Work(flops=0, bytes=round(n_passes * CODED_ITEM_BYTES * n_numbers))
     return Work(
         flops=round(2 * _PRODUCTS * code.rank * n_numbers),
-        bytes=round(_PASSES * cost.parameter_bytes),
+        bytes=round(_LOW_RANK_PASSES * cost.parameter_bytes),
     )
 
 
