@@ -43,7 +43,8 @@ INDIFFERENT = AROUND | {
     "profile",
     "diagnostics",
     "stability",
-    # Results are equal up to rounding.
+    # Results are equal up to rounding, but for lossy messages and local steps of a runtime, which
+    # toolkit.training.option_changes compares.
     "runtime",
     "device",
     "threads",

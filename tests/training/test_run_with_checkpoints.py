@@ -240,6 +240,44 @@ def test_changed_options():
     )
 
 
+EXACT = {"_target_": "SingleProcess", "order": "grouped", "compression": "none"}
+POWERSGD = {"_target_": "DDP", "compression": "powersgd", "low_rank": 2}
+
+
+@pytest.mark.parametrize(
+    ("before", "now", "change"),
+    [
+        (EXACT, {"_target_": "FSDP", "reshard": True}, ""),
+        (EXACT, {"_target_": "DDP", "compression": "none", "low_rank": 2}, ""),
+        (
+            EXACT,
+            {**EXACT, "compression": "int8"},
+            "runtime.compression=int8 (was none)",
+        ),
+        (
+            {**EXACT, "boundary_compression": "int4"},
+            EXACT,
+            "runtime.boundary_compression=none (was int4)",
+        ),
+        (
+            POWERSGD,
+            {**POWERSGD, "low_rank": 4, "bucket_mb": 1.0},
+            "runtime.low_rank=4 (was 2)",
+        ),
+        (EXACT, {"_target_": "LocalSGD", "period": 8}, "runtime.period=8 (was None)"),
+    ],
+)
+def test_a_runtime_changes_what_its_messages_lose(before, now, change):
+    """Its other options leave the results as they are, up to rounding."""
+    assert changed_options({"runtime": before}, {"runtime": now}) == change
+
+
+def test_a_runtime_that_is_not_free_is_compared_whole():
+    sharded = {"_target_": "FSDP"}
+    change = changed_options({"runtime": {}}, {"runtime": sharded}, ())
+    assert change == "runtime._target_=FSDP (was None)"
+
+
 def test_other_options_of_a_finished_run_are_refused(tmp_path):
     """They would only falsify its record."""
     run_with_checkpoints(built("epochs=1"), tmp_path)
