@@ -43,8 +43,7 @@ INDIFFERENT = AROUND | {
     "profile",
     "diagnostics",
     "stability",
-    # Results are equal up to rounding, but for lossy messages and local steps of a runtime, which
-    # toolkit.training.option_changes compares.
+    # Results are equal up to rounding. Two runtimes may differ more: see trajectory_options.
     "runtime",
     "device",
     "threads",
@@ -55,6 +54,15 @@ INDIFFERENT = AROUND | {
     "workers",
 }
 """Options, or groups of them, that do not change a training's trajectory."""
+
+_COMPRESSIONS = ("compression", "boundary_compression")
+_COMPRESSION_SETTINGS = (
+    "low_rank",
+    "compression_start",
+    "warm_start",
+    "error_feedback",
+)
+_LOCAL_STEPS = ("period", "start", "outer_lr", "outer_momentum")
 
 
 READOUTS = ("newest", "extrapolated", "as_published")
@@ -311,6 +319,25 @@ def without(options: Mapping[str, Any], names: Collection[str]) -> dict[str, Any
         for name, value in options.items()
         if not f"{name}.".startswith(groups)
     }
+
+
+def trajectory_options(runtime: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the options of a runtime that change a trajectory: lossy messages and local steps."""
+    # A runtime without compression may lack the option.
+    values = {name: runtime.get(name) or "none" for name in _COMPRESSIONS}
+    names = [*_LOCAL_STEPS]
+    if values["compression"] != "none":
+        names += _COMPRESSION_SETTINGS
+    return values | {name: runtime[name] for name in names if name in runtime}
+
+
+def compared(options: Mapping[str, Any], free: Collection[str]) -> dict[str, Any]:
+    """Return by dotted names the options that two runs must share if ``free`` ones may differ."""
+    values = without(flat(options), free)
+    if "runtime" in free:
+        runtime = options.get("runtime") or {}
+        values |= flat({"runtime": trajectory_options(runtime)})
+    return values
 
 
 def with_own(

@@ -50,6 +50,7 @@ OPTIONS = (
 )
 
 
+SCHEDULED = ("seeds=4", "runtime.order=scheduled")
 KEPT = [*TINY, "~rules.cdp_v2", "seeds=3", "tracking.mode=disabled"]
 
 
@@ -142,6 +143,10 @@ def files(folder):
         (
             ("compare", "resume={}", "seeds=4", "optimizer.lr=0.5"),
             r"optimizer.lr=0.5 \(was 0.1\)",
+        ),
+        (
+            ("compare", "resume={}", *SCHEDULED, "runtime.boundary_compression=int8"),
+            r"runtime.boundary_compression=int8 \(was none\)",
         ),
     ],
 )
