@@ -39,6 +39,7 @@ experiments/results/memory
 experiments/results/checkpointing
 experiments/results/situations
 experiments/results/links
+experiments/results/small_messages
 experiments/results/plans
 experiments/results/searched_orders
 experiments/results/pipelines
