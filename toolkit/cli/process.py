@@ -49,7 +49,7 @@ def check_working_directory() -> None:
 
 def report_mistake(message: str) -> None:
     """Print a user's mistake once for all ranks; ranks that have met end here, together."""
-    # The watch ends all ranks with this message. If one rank left alone, the others would wait.
+    # The watch ends all ranks with this message. If only one rank left, the others would wait.
     world = _world()
     if world is not None:
         world.watch.fail(message)

@@ -62,7 +62,7 @@ def resume_arguments(arguments: Sequence[str], experiment: str) -> list[str]:
 def trust_option(folder: Path, experiment: str) -> str:
     """Return `` trust=true`` if a command that resumes the run in ``folder`` needs it, else "".
 
-    A run of the user's own model does: its options name code.
+    A run of a user's model needs it: its options name code.
     """
     try:
         resume_arguments([f"resume={quoted(str(folder))}"], experiment)

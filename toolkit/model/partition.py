@@ -371,7 +371,7 @@ def _named_cuts(n_stages: int, names: list[str], crossing: Crossings) -> list[in
 
 
 def _first_node(name: str, crossing: Crossings) -> int:
-    """Return the index of the first node of a module; UserError if the module has none."""
+    """Return the index of the first node of a module; UserError if there is no node."""
     paths: dict[str, None] = {}  # in order, each once
     for index, node in enumerate(crossing.nodes):
         for path in _paths(node):

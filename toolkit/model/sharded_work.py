@@ -51,7 +51,7 @@ class Exchange:
 
     Attributes:
         action: ``all_reduce``, ``all_gather`` or ``reduce_scatter``.
-        bytes: of the whole tensor, of which each device has a shard or a term.
+        bytes: of the whole tensor; each device has a shard of it, or a term.
     """
 
     action: str

@@ -120,7 +120,7 @@ class WeightCompressor:
         Args:
             key: stage and version.
             message: what came.
-            base: the version before, if the program has not freed it.
+            base: the version before, if the program still holds it.
         """
         self.messages[key] = message
         if not self.differences:

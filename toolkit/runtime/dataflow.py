@@ -31,7 +31,7 @@ def queue_of(
         i: the instruction.
         ordered: messages between two ranks match by their order alone.
         ordered_updates: so do the exchanges within updates.
-        chained: kinds of which a stage's message depends on the one before.
+        chained: kinds whose messages of a stage each depend on the one before.
     """
     #                 ordered (NCCL)     by tags (gloo)
     #   send          one a receiver     none; of chained gradients, one a receiver and stage
@@ -119,8 +119,8 @@ class Dataflow:
         update_limit: training step; only updates of steps up to it can begin.
         ordered_updates: updates begin in the order of the program, since the devices of a rank
             exchange within them.
-        chained: kinds of which a stage's message depends on the one before: sums to a rank begin
-            in the order of the program, and weights come in it.
+        chained: kinds whose messages of a stage each depend on the one before: sums to a rank
+            begin in the order of the program, and weights come in it.
 
     Attributes:
         needs: for each position, the positions that have to end before.

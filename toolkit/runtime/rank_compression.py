@@ -1,7 +1,7 @@
 """What ranks keep for messages of codes, in a runtime and in its state.
 
-Gradients: see :mod:`toolkit.runtime.compressed_sums`. Weights, of which all ranks have the same
-bits: see :mod:`toolkit.runtime.compressed_weights`. A program knows nothing of it.
+Gradients: see :mod:`toolkit.runtime.compressed_sums`. Weights, with the same bits on all
+ranks: see :mod:`toolkit.runtime.compressed_weights`. A program knows nothing of it.
 """
 
 from collections.abc import Mapping, Sequence
@@ -54,7 +54,7 @@ class RankCompressor:
 
     @property
     def chained(self) -> tuple[Buffer, ...]:
-        """Kinds of which a stage's message depends on the one before."""
+        """Kinds whose messages of a stage each depend on the one before."""
         if self.weights.differences:
             return Buffer.GRADIENT, Buffer.WEIGHTS
         return (Buffer.GRADIENT,)

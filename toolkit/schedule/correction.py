@@ -69,7 +69,7 @@ class Correction:
         if (c > 0) != (usual > 0):
             raise UserError(
                 f"correction={self.kind} with strength={c}: a strength is above 0, and"
-                " correction=none has none"
+                " correction=none takes no strength"
             )
         object.__setattr__(self, "strength", float(c))
 

@@ -107,7 +107,7 @@ def steady_steps(schedule: Schedule, n_steps: int, first_step: int = 0) -> range
 
 
 def steps_to_time(schedule: Schedule, timed: int = 4) -> int:
-    """Return the fewest training steps of which :func:`steady_steps` returns ``timed`` or more."""
+    """Return the fewest training steps for which :func:`steady_steps` returns ``timed`` or more."""
     changes = schedule.changes(range(sys.maxsize))
     begin = changes[-1] if changes else 0
     schedule = schedule.final

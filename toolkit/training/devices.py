@@ -52,7 +52,7 @@ def options_of_width(
         runtime: class of the runtime, or a partial of it that may set ``width``.
         model: the model, whose stages devices share.
         save: when checkpoints are saved.
-        label_smoothing: of the loss. torch's ``loss_parallel`` has none, so scores are whole then.
+        label_smoothing: of the loss. torch's ``loss_parallel`` has no smoothing: scores stay whole.
 
     Raises:
         UserError: the devices cannot share the model, or every rank writes its share.

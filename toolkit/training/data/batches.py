@@ -55,7 +55,7 @@ class Batches:
         span: numbers of the batches that are read.
         device: where batches are made.
         generator: of random numbers, which are drawn on the CPU, so that every device sees the
-            same samples. The test has none.
+            same samples. The test draws no numbers.
         seed: of random numbers that a process draws for its part alone.
         n_parts: equal parts of a batch.
         parts_of_batch: takes the number of a batch, and returns those of its parts to read.
