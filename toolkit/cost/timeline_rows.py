@@ -5,7 +5,13 @@ from typing import Any
 from toolkit.cost.hardware import Hardware
 from toolkit.cost.slow_link_rivals import Averaging
 from toolkit.cost.timeline import ACTIVATIONS, INPUTS, Timeline
-from toolkit.format import GIB, MB
+from toolkit.format import GIB, MB, digits
+
+
+def in_gib(n_bytes: float) -> float:
+    """Return bytes in GiB with three decimals, or with three digits where the first is a zero."""
+    gib = n_bytes / GIB
+    return round(gib, 3) if gib >= 0.1 else float(digits(gib))
 
 
 def summary(
@@ -43,8 +49,8 @@ def summary(
         "ms a step": round(seconds * 1e3, 3),
         "samples/s": round(n_samples / seconds, 1),
         "idle": f"{idle_share:z.1%}",
-        "GiB, fullest rank": round(max(peaks) / GIB, 3),
-        "of it activations": round(activation_bytes / GIB, 3),
+        "GiB, fullest rank": in_gib(max(peaks)),
+        "of it activations": in_gib(activation_bytes),
         "fits": "yes" if fits else "no",
         "MB a step, busiest rank": round(sent_bytes / MB, 2),
     }
@@ -57,12 +63,10 @@ def by_rank(name: str, timeline: Timeline) -> list[dict[str, Any]]:
         row = {
             "schedule": name,
             "rank": rank,
-            "GiB": round(timeline.peak_memory(rank) / GIB, 3),
+            "GiB": in_gib(timeline.peak_memory(rank)),
         }
         for kind, n_bytes in timeline.at_peak(rank).items():
-            row[f"of it {kind}"] = round(n_bytes / GIB, 3)
-        row["most activations"] = round(
-            timeline.peak_memory(rank, ACTIVATIONS) / GIB, 3
-        )
+            row[f"of it {kind}"] = in_gib(n_bytes)
+        row["most activations"] = in_gib(timeline.peak_memory(rank, ACTIVATIONS))
         rows.append(row | {"MB a step": round(bytes_sent / MB, 2)})
     return rows
