@@ -18,9 +18,9 @@ from torch.distributed.tensor.parallel import (
 )
 from torch.nn import functional as F
 
+from tests.stages import cut as cut_once
 from tests.thorough import THOROUGH
 from toolkit.errors import UserError
-from toolkit.model import partition
 from toolkit.runtime import Distributed, SingleProcess, StepOptions, join
 from toolkit.schedule import catalog
 
@@ -162,7 +162,7 @@ def cases():
 def cut(model, schedule):
     weight = next(model.parameters())
     example = torch.zeros(2, 4, 6, dtype=weight.dtype, device=weight.device)
-    return partition(model, schedule.n_stages, example, by="parameters")
+    return cut_once(model, schedule.n_stages, example, by="parameters")
 
 
 def single(schedule, optimizer, options, **others) -> SingleProcess:

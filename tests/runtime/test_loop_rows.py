@@ -20,6 +20,7 @@ from tests.runtime.device_rows import (
     single,
 )
 from tests.runtime.models import assert_same
+from tests.stages import in_loops
 from tests.thorough import THOROUGH, more, thorough
 from toolkit.errors import UserError
 from toolkit.model.gathered_weights import shard_parameters
@@ -224,7 +225,7 @@ def job():
 
 @pytest.fixture(scope="module")
 def found():
-    return launch(job, 4)
+    return launch(in_loops(job), 4)
 
 
 def expected(name, n_steps=STEPS):
@@ -246,7 +247,7 @@ def test_follows_the_single_process(found, name):
 
 @pytest.fixture(scope="module")
 def of_one_device():
-    return launch(job_of_one_device, 2)[0]
+    return launch(in_loops(job_of_one_device), 2)[0]
 
 
 @thorough
