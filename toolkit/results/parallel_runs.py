@@ -150,7 +150,7 @@ def train_in_parallel(
     ):
         setting = _Setting(folder, n_processes, torch.get_num_threads(), sys.argv)
         processes.begin(_train_keys, make_run, setting)
-        with _runs_named(running, folder, signals):
+        with _naming_running(running, folder, signals):
             # A process reports _Ready, trains the run that it is sent, reports how it ended, and so
             # on.
             for process, message in processes.reports():
@@ -172,27 +172,18 @@ def train_in_parallel(
                     yield message.run
                 elif isinstance(message, _Stopped | _Failed):
                     del running[process]
+                    # The other runs are saved too. They get one signal, since a second one would
+                    # end them at once.
+                    if not (unfinished or signals.number):
+                        number: int = signal.SIGTERM
+                        if isinstance(message, _Stopped):
+                            number = message.number
+                        _signal(processes, running, number)
                     unfinished.append(message)
-                    _stop_others(message, processes, running, signals)
-    _check_all_ended(unfinished, signals.number, n_waiting=len(waiting))
+    _raise_unfinished(unfinished, signals.number, n_waiting=len(waiting))
 
 
-def _stop_others(
-    message: _Stopped | _Failed,
-    processes: Processes,
-    running: Collection[int],
-    signals: Signals,
-) -> None:
-    """Have the other runs saved, after one has stopped or failed."""
-    if isinstance(message, _Failed):
-        # The other runs are saved before the error is raised.
-        _signal(processes, running, signal.SIGTERM)
-    elif not signals.number:
-        # The signal went to that process alone, and the others have not had it.
-        _signal(processes, running, message.number)
-
-
-def _check_all_ended(
+def _raise_unfinished(
     unfinished: Sequence[_Stopped | _Failed], number: int, n_waiting: int
 ) -> None:
     """Raise the error of a run that has failed, or StoppedError if a signal has ended one.
@@ -215,10 +206,10 @@ def _check_all_ended(
 
 
 @contextmanager
-def _runs_named(
+def _naming_running(
     running: Mapping[int, Key], folder: Path, signals: Signals
 ) -> Iterator[None]:
-    """Name the runs that were training when a process dies within.
+    """Raise an error that names the runs under way, if a process dies inside the context.
 
     Args:
         running: key of the run of each process.
@@ -330,7 +321,7 @@ def _train_key(make_run: MakeRun, key: Key, setting: _Setting, signals: Signals)
     # A tracked run removes its cache when it ends, which others must not share.
     cache = folder_of_run(setting.folder, *key) / "wandb_cache"
     try:
-        # Each process gets its share of the cores for the processes that read its images.
+        # The processes that read images divide the cores among LOCAL_WORLD_SIZE: the runs at once.
         os.environ["LOCAL_WORLD_SIZE"] = str(setting.n_processes)
         run = make_run(*key)
         os.environ["LOCAL_WORLD_SIZE"] = "1"
