@@ -5,7 +5,7 @@ import logging
 
 import pytest
 
-from toolkit.cli.sweep_logs import make_readable
+from toolkit.cli.sweep_logs import make_logs_readable
 
 
 class Terminal(io.StringIO):
@@ -32,7 +32,7 @@ def make_root(monkeypatch):
         handler = logging.StreamHandler(stream)
         handler.setFormatter(logging.Formatter("[HYDRA] %(message)s"))
         monkeypatch.setattr(logging.getLogger(), "handlers", [handler])
-        make_readable()
+        make_logs_readable()
 
     monkeypatch.setenv("COLUMNS", "40")
     yield make

@@ -19,9 +19,9 @@ from toolkit.cli.resume import resume_arguments
 from toolkit.cli.sweeps import (
     Status,
     Sweep,
-    finished_before,
     mark_failed,
     read_status,
+    status_if_finished,
     summary,
     sweep_options,
     with_defaults,
@@ -81,16 +81,16 @@ def test_no_sweep(tmp_path, content):
 
 
 def test_only_finished_runs_are_skipped(tmp_path):
-    assert finished_before(tmp_path, ["a=1"]) is None
+    assert status_if_finished(tmp_path, ["a=1"]) is None
     for state in ("running", "failed", "stopped"):
         write_status(tmp_path, Status(state, ["a=1"]))
-        assert finished_before(tmp_path, ["a=1"]) is None
+        assert status_if_finished(tmp_path, ["a=1"]) is None
     write_status(tmp_path, Status("finished", ["a=1"], objective=0.5))
-    assert finished_before(tmp_path, ["a=1"]).objective == 0.5
+    assert status_if_finished(tmp_path, ["a=1"]).objective == 0.5
     with pytest.raises(
         ValueError, match=r"holds the run of other options \(a=1\): start"
     ):
-        finished_before(tmp_path, ["a=2"])
+        status_if_finished(tmp_path, ["a=2"])
 
 
 def test_the_summary_names_what_has_not_finished(tmp_path, monkeypatch):

@@ -346,7 +346,7 @@ class _CommandLine:
             if int(os.environ.get("WORLD_SIZE", "1")) == 1:
                 options = list(HydraConfig.get().overrides.task)
                 # A sweep that is started again repeats its runs in the same folders.
-                earlier_status = sweeps.finished_before(folder, options)
+                earlier_status = sweeps.status_if_finished(folder, options)
                 if earlier_status:
                     show(f"run {folder.name} has finished before")
                     return Ended(objective=earlier_status.objective)

@@ -22,7 +22,7 @@ class _FittedFormatter(logging.Formatter):
         return fitted(self._formatter.format(record).expandtabs(1), self._stream)
 
 
-def make_readable() -> None:
+def make_logs_readable() -> None:
     """Fit the lines of the root logger's handlers to their terminals; drop what no user needs."""
     # Optuna's storages log each plugin of their database library, also without a database.
     logging.getLogger("alembic").setLevel(logging.WARNING)

@@ -19,7 +19,7 @@ from hydra.experimental.callback import Callback
 from omegaconf import DictConfig
 
 from toolkit.cli.hydra_args import key_of, shell_option, value_of
-from toolkit.cli.sweep_logs import make_readable
+from toolkit.cli.sweep_logs import make_logs_readable
 from toolkit.errors import UserError
 from toolkit.files import read_plain, started_by, write_json
 from toolkit.format import count, table
@@ -28,14 +28,14 @@ from toolkit.terminal import show
 from toolkit.torchrun import is_rank_zero
 
 FINISHED, FAILED, STOPPED, RUNNING = "finished", "failed", "stopped", "running"
-_NAME = "sweep.json"
+_SWEEP_FILE = "sweep.json"
 
 
 @dataclass(frozen=True)
 class Status:
     """State of a run."""
 
-    state: str  # running, also of a run that was killed; finished, failed or stopped
+    state: str  # finished, failed, stopped, or running; a killed run still says running
     options: Sequence[str] = ()  # its command line
     message: str | None = None  # why it failed
     objective: float | None = None  # value that a sweep optimizes
@@ -89,8 +89,8 @@ def alone_in(folder: Path) -> Iterator[None]:
 class Sweep(Callback):
     """Hydra callback that writes a sweep's command line to its folder.
 
-    Its state is on the class, and of the command that this process executes: Hydra makes the
-    callback by its name, and nobody else gets the instance.
+    Hydra makes the instance and gives it to nobody, so the state is on the class. It describes the
+    command that this process carries out now.
     """
 
     folder: ClassVar[Path | None] = None
@@ -116,13 +116,13 @@ class Sweep(Callback):
 
     def on_multirun_start(self, config: DictConfig, **kwargs: Any) -> None:
         """Write the command line to the sweep's folder, on rank 0."""
-        make_readable()
+        make_logs_readable()
         if is_rank_zero():
             Sweep.folder = folder = Path(config.hydra.sweep.dir)
             # A refused sweep removes its folder only if it has made it.
             Sweep.is_new = not folder.exists()
             folder.mkdir(parents=True, exist_ok=True)
-            write_json(folder / _NAME, {"options": list(Sweep.options)})
+            write_json(folder / _SWEEP_FILE, {"options": list(Sweep.options)})
             for option in Sweep.options:
                 # Brackets hold commas that do not separate values, so such options are not judged.
                 values = value_of(option).split(",")
@@ -179,12 +179,12 @@ def with_defaults(arguments: Sequence[str]) -> list[str]:
 def sweep_options(folder: Path) -> list[str] | None:
     """Return the command line of the sweep in ``folder``; None if it is not a sweep's."""
     try:
-        return [str(option) for option in read_plain(folder / _NAME)["options"]]
+        return [str(option) for option in read_plain(folder / _SWEEP_FILE)["options"]]
     except (OSError, ValueError, TypeError, KeyError):
         return None
 
 
-def finished_before(folder: Path, options: Sequence[str]) -> Status | None:
+def status_if_finished(folder: Path, options: Sequence[str]) -> Status | None:
     """Return the status of a run that an earlier start of the sweep has finished; else None.
 
     Raises:

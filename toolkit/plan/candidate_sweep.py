@@ -31,8 +31,8 @@ from toolkit.plan.search_space import SearchResult, SearchSpace
 from toolkit.schedule import ScheduleSpec
 from toolkit.schedule.catalog import METHODS
 
-SLOW = 2.0
-"""Other cuts of a schedule are tried if it takes at most so many times the fastest one's time."""
+NEAR_FACTOR = 2.0
+"""Other cuts are tried of schedules that take at most this many times the fastest one's time."""
 
 
 CostsOf = Callable[[Sequence[Candidate]], list[Costs | UserError]]
@@ -58,13 +58,13 @@ class StagesKey(NamedTuple):
         )
 
     @property
-    def trace(self) -> tuple[int, int]:
+    def trace_key(self) -> tuple[int, int]:
         """Key of the trace that stages are cut from."""
         return self.batch, self.width
 
     @property
-    def cuts(self) -> tuple[int, str, int]:
-        """Key of the stages that are cut from one trace by one measure."""
+    def cuts_key(self) -> tuple[int, str, int]:
+        """Key of the stages that are cut from one trace with one ``partition``."""
         return self.batch, self.partition, self.width
 
 
@@ -196,12 +196,12 @@ class CandidateSweep:
             if key not in self.costs:
                 # Any candidate with this key stands for all of them.
                 uncosted[key] = candidate
-        keys_in_order = sorted(uncosted, key=attrgetter("cuts"))
+        keys_in_order = sorted(uncosted, key=attrgetter("cuts_key"))
         # A trace takes far longer than a cut. It is made once for all measures, unless processes
         # would be idle.
-        same_task = attrgetter("trace")
-        if len({key.trace for key in uncosted}) < self.jobs:
-            same_task = attrgetter("cuts")
+        same_task = attrgetter("trace_key")
+        if len({key.trace_key for key in uncosted}) < self.jobs:
+            same_task = attrgetter("cuts_key")
         keys_by_task = sorted(keys_in_order, key=same_task)
         key_groups = [[*keys] for _, keys in groupby(keys_by_task, key=same_task)]
         tasks = []
@@ -229,7 +229,7 @@ class CandidateSweep:
         return {
             (candidate.spec, candidate.compression)
             for candidate, prediction in self.done.items()
-            if prediction.seconds <= SLOW * fastest[candidate.compression]
+            if prediction.seconds <= NEAR_FACTOR * fastest[candidate.compression]
         }
 
     def find_affordable_delays(self) -> None:
@@ -256,18 +256,21 @@ class CandidateSweep:
         ]
         if not pipelines:
             return None
-        fastest = min(
+        # One that fits comes before one that does not.
+        best_pipeline = min(
             pipelines, key=lambda prediction: (not prediction.fits, prediction.seconds)
         ).candidate
         predictor = self.predictor
-        costs = self._costs(fastest)
-        limits = [predictor.memory_of(rank) for rank in range(fastest.schedule.n_ranks)]
+        costs = self._costs(best_pipeline)
+        limits = [
+            predictor.memory_of(rank) for rank in range(best_pipeline.schedule.n_ranks)
+        ]
         begin = time.monotonic()
         space = SearchSpace(
             costs,
-            fastest.schedule.n_microbatches,
-            ranks=fastest.schedule.n_ranks,
-            hardware=predictor.hardware_of(fastest),
+            best_pipeline.schedule.n_microbatches,
+            ranks=best_pipeline.schedule.n_ranks,
+            hardware=predictor.hardware_of(best_pipeline),
             memory=limits,
             optimizer_bytes=predictor.optimizer_bytes(costs),
         )
@@ -281,7 +284,7 @@ class CandidateSweep:
         )
         orders_spec = ScheduleSpec.of(search_result.schedule)
         # Its prediction competes with all others, and is made by the same simulator.
-        searched_candidate = replace(fastest, spec=orders_spec)
+        searched_candidate = replace(best_pipeline, spec=orders_spec)
         self._add(predictor.predict([searched_candidate], [costs]))
         return search_result
 
@@ -294,8 +297,8 @@ class CandidateSweep:
         Returns:
             those of :func:`best_of_classes`.
         """
-        # A longer simulation may change which schedules are the best. So it is repeated for those
-        # that have become so, until all of the best have been simulated for longer.
+        # A longer simulation may change which schedules are the best. So this is repeated until all
+        # of the best have been simulated for longer.
         confirmed_candidates: set[Candidate] = set()
         while True:
             best_predictions = best_of_classes([*self.done.values()], baseline)

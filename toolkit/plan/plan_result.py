@@ -10,7 +10,7 @@ from toolkit.cost import Hardware
 from toolkit.cost.worker_forms import NEGLIGIBLE
 from toolkit.errors import UserError
 from toolkit.format import count, duration, size
-from toolkit.plan.candidate_sweep import SLOW
+from toolkit.plan.candidate_sweep import NEAR_FACTOR
 from toolkit.plan.candidates import placeholder_note
 from toolkit.plan.choice import reason_to_stay
 from toolkit.plan.findings import Pilot
@@ -257,7 +257,7 @@ class Plan:
         return (
             f"{len(self.predictions)} of {self.n_candidates} candidates simulated. Not simulated:"
             " those that must break a limit, those that cannot beat another one, and other cuts of"
-            f" schedules {SLOW:g} times as slow as the fastest.{notes}"
+            f" schedules {NEAR_FACTOR:g} times as slow as the fastest.{notes}"
         )
 
     def _repr_html_(self) -> str:

@@ -82,7 +82,7 @@ class Equivalence:
 def equivalence(
     values: Sequence[float], baseline: Sequence[float], margin: float, by: Metric
 ) -> Equivalence:
-    """Test whether values are equivalent to a baseline, pair by pair.
+    """Test whether values are equivalent to a baseline, pair by pair (TOST).
 
     Args:
         values: numbers, at least one.

@@ -94,15 +94,15 @@ class Executor:
             ordered_updates=self._world.shares_ranks,
             chained=rank.compressor.chained if rank.compressor is not None else (),
         )
-        # All threads share _dataflow, _unsent, _turns, _failure and _closed: they change them with
-        # this condition held, and notify the others. Without it they use _op_ends[p], written
-        # before p ends and read by what needs p, and _failure, once it is set. _received_sums and
-        # _waiters have locks of their own.
+        # All threads share _dataflow, _unsent, _send_queues, _failure and _closed: they change them
+        # with this condition held, and notify the others. _received_sums and _waiters have locks of
+        # their own. Without any lock they read _failure, once it is set, and _op_ends[p], which is
+        # written before p ends. _remaining is the main thread's alone.
         self._changed = threading.Condition()
         # Positions of sends that have begun and not ended.
         self._unsent: set[int] = set()
-        # By receiver.
-        self._turns: defaultdict[int, Turns] = defaultdict(messages.turns)
+        # Sends that wait for their turn or are under way, by receiver.
+        self._send_queues: defaultdict[int, Turns] = defaultdict(messages.turns)
         self._failure: tuple[int, BaseException] | None = None
         self._closed = False
         # Positions to carry out; None: all, since the program ends as it was lowered.
@@ -339,7 +339,7 @@ class Executor:
         # Before the waiter has the transfer: otherwise it could remove the position first.
         with self._changed:
             self._unsent.add(position)
-            next_sends = self._turns[i.peers[0]].add(position, transfer)
+            next_sends = self._send_queues[i.peers[0]].add(position, transfer)
         self._begin_sends(next_sends)
         return transfer.flat.nbytes
 
@@ -377,7 +377,7 @@ class Executor:
         if i.action == Action.SEND:
             with self._changed:
                 self._unsent.remove(position)
-                next_sends = self._turns[i.peers[0]].end(position)
+                next_sends = self._send_queues[i.peers[0]].end(position)
                 self._changed.notify_all()
             self._begin_sends(next_sends)
             return

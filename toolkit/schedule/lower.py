@@ -198,6 +198,7 @@ class _Lowering:
             for microbatch, delay in enumerate(delays[stage]):
                 rank = schedule.rank(stage, microbatch, step)
                 version = max(first_version, step - delay)
+                # The handover's own list: ops append their reads to it.
                 reads = self.handover.reads[stage, version]
                 places_of_stage.append((rank, version, reads))
             places.append(places_of_stage)
@@ -206,7 +207,7 @@ class _Lowering:
     def _add_read(
         self, read: Read, stage: int, version: int, step: int, buffer: Buffer | None
     ) -> None:
-        """Add what an op at ``step`` reads of ``version``, or in place of it, or besides it."""
+        """Add what an op reads: ``version``, or its prediction, or the newest weights as well."""
         if buffer == PREDICTION:
             # The prediction lasts from its first read on a rank to this one, the latest so far.
             _, end, rank, is_backward = read
@@ -256,7 +257,7 @@ class _Lowering:
         else:
             partial_sum = (stage, None, step, None, GRADIENT)
             summed_tick = 0  # when the sum so far is complete
-            for (source, end), (target, _) in pairwise(self._sum_hops(stage, shares)):
+            for (source, end), (target, _) in pairwise(self._sum_path(stage, shares)):
                 summed_tick = max(summed_tick, end)
                 if source != target:
                     self.lists.add_message(
@@ -267,21 +268,22 @@ class _Lowering:
             self.lists.by_turn[rank][UPDATES].append(update)
         return Update(ready, updaters)
 
-    def _sum_hops(
+    def _sum_path(
         self, stage: int, shares: list[tuple[int, int]]
     ) -> list[tuple[int, int]]:
         """Return the ranks that hand on a running sum, each with its end; the owner last."""
         owner = self.owners[stage]
         ready_ticks = dict(shares)
         if self.schedule.rings:
+            # A ring ends at the owner.
             ring = chain.from_iterable(self.schedule.rings[stage])
             return [(rank, ready_ticks[rank]) for rank in ring]
         if self.schedule.state != "circulating":
             # A rank adds to its share until its last micro-batch, and then hands it on once.
             shares = sorted(ready_ticks.items(), key=itemgetter(1, 0))
         # Otherwise a rank occurs once for each of its micro-batches.
-        hops = [(rank, end) for rank, end in shares if rank != owner]
+        path = [(rank, end) for rank, end in shares if rank != owner]
         # The owner comes last and only receives, so its tick is never read. It may even have no
         # micro-batch of the stage.
-        hops.append((owner, ready_ticks.get(owner, 0)))
-        return hops
+        path.append((owner, ready_ticks.get(owner, 0)))
+        return path
