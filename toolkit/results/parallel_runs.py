@@ -87,6 +87,7 @@ class _Failed:
     """Report that a run has raised an exception."""
 
     error: UserError | RuntimeError  # what the comparison raises
+    number: int = signal.SIGTERM  # the signal that saves the other runs
 
 
 def check_parallel_runs(
@@ -175,10 +176,7 @@ def train_in_parallel(
                     # The other runs are saved too. They get one signal, since a second one would
                     # end them at once.
                     if not (unfinished or signals.number):
-                        number: int = signal.SIGTERM
-                        if isinstance(message, _Stopped):
-                            number = message.number
-                        _signal(processes, running, number)
+                        _signal(processes, running, message.number)
                     unfinished.append(message)
     _raise_unfinished(unfinished, signals.number, n_waiting=len(waiting))
 
