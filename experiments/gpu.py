@@ -16,7 +16,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -41,12 +41,14 @@ class Job:
         command: arguments of Python.
         minutes: expected duration on an H100, from its first slice to its end.
         resume_command: arguments of Python once the command has begun; empty: it starts anew.
+        n_processes: ranks, which share the GPU; torchrun starts them if there are several.
     """
 
     name: str
     command: tuple[str, ...]
     minutes: float
     resume_command: tuple[str, ...] = ()
+    n_processes: int = 1
 
 
 def jobs(cifar10: str | None, imagenette: str | None) -> Iterator[Job]:
@@ -207,6 +209,32 @@ def _cifar10(root: str) -> Iterator[Job]:
             "~own.dp_predicted",
             "parallel=8",
         )
+    for n_seeds in range(1, 4):
+        yield _compression(root, n_seeds)
+
+
+def _compression(root: str, n_seeds: int) -> Job:
+    """Return a comparison of compressed messages, local steps and late weights, on 4 ranks."""
+    # CDP-v1 trains well with prediction only.
+    forms = ("", "_bf16", "_int8", "_int4", "_topk", "_low_rank")
+    predictions = [f"rules.cdp_v1{form}.correction=extrapolate" for form in forms]
+    return _compare(
+        "cifar10_compression",
+        "cifar10_convnet",
+        root,
+        n_seeds,
+        100,
+        "study=compression",
+        "microbatches=4",
+        "channels_last=false",  # PowerSGD takes weights in the usual layout alone
+        "batch=128",
+        "margin=0.5",
+        "tune.rates=[0.25,0.5,1,2,4,8]",
+        "tune.epochs=4",
+        "threads=1",
+        *predictions,
+        n_processes=4,
+    )
 
 
 def _bench(name: str, bench: str, minutes: float, *options: str) -> Job:
@@ -214,7 +242,13 @@ def _bench(name: str, bench: str, minutes: float, *options: str) -> Job:
 
 
 def _compare(
-    name: str, preset: str, root: str, n_seeds: int, minutes: float, *options: str
+    name: str,
+    preset: str,
+    root: str,
+    n_seeds: int,
+    minutes: float,
+    *options: str,
+    n_processes: int = 1,
 ) -> Job:
     """Return a comparison that grows to ``n_seeds`` seeds."""
     command = (
@@ -232,7 +266,7 @@ def _compare(
         f"resume={_folder(name)}",
         f"seeds={n_seeds}",
     )
-    return Job(name, command, minutes, resume_command)
+    return Job(name, command, minutes, resume_command, n_processes)
 
 
 def _folder(name: str) -> Path:
@@ -270,7 +304,7 @@ def main() -> int:
         seconds_left = end - time.monotonic() - _GRACE
         if seconds_left < _LEAST:
             break
-        print(f"\n{_as_typed(job.command)}", flush=True)
+        print(f"\n{_as_typed(job)}", flush=True)
         status = run(job, seconds_left)
         if status is None:
             break
@@ -295,14 +329,16 @@ def print_list(all_jobs: list[Job]) -> None:
 
 def _line(job: Job) -> str:
     state = "ended" if _end_mark(job).exists() else "to do"
-    return f"{state}, {job.minutes:g} min, {job.name}: {_as_typed(job.command)}"
+    return f"{state}, {job.minutes:g} min, {job.name}: {_as_typed(job)}"
 
 
-def _as_typed(command: Sequence[str]) -> str:
+def _as_typed(job: Job) -> str:
     """Return the command of a job, an experiment's as one types it in a shell."""
-    program, *options = command
+    program, *options = job.command
+    if job.n_processes > 1:
+        return f"torchrun --nproc-per-node={job.n_processes} {shlex.join(job.command)}"
     if not program.startswith("experiments/"):
-        return shlex.join(command)
+        return shlex.join(job.command)
     return f"{started_by(Path(program).stem)} {shlex.join(options)}"
 
 
@@ -325,6 +361,9 @@ def run(job: Job, seconds: float) -> int | None:
         command = job.resume_command
     elif command[0] != "-m":
         command += (f"hydra.run.dir={folder}",)
+    if job.n_processes > 1:
+        n_processes = f"--nproc-per-node={job.n_processes}"
+        command = ("-m", "torch.distributed.run", "--standalone", n_processes, *command)
     folder.mkdir(parents=True, exist_ok=True)
     # Appended: a comparison writes in many slices.
     with (folder / "output.txt").open("a") as output:

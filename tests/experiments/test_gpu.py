@@ -107,7 +107,7 @@ def test_speed_comes_first_and_trainings_need_data(gpu):
         *speed,
         *("bench_gaps_gpu", "bench_loader_gpu", "gpu_tests", "bench_peak"),
         *("cifar10_resnet18_corrections_30", "imagenette_resnet18_corrections"),
-        *(*cifar10, "cifar10_short", "cifar10_corrections"),
+        *(*cifar10, "cifar10_short", "cifar10_corrections", "cifar10_compression"),
     ]
     assert sum(job.minutes for job in everything[: len(speed)]) <= 4
     without_data = [*gpu.jobs(None, None)]
@@ -135,6 +135,7 @@ def test_trainings_grow_by_a_seed(gpu):
             ("cifar10_corrections_24", 5),
             ("cifar10_short", 10),
             ("cifar10_corrections", 5),
+            ("cifar10_compression", 3),
         )
     }
 
@@ -153,7 +154,8 @@ def test_every_command_composes(gpu):
             continue
         assert script == "experiments/compare.py"
         assert not OmegaConf.missing_keys(config)
-        assert (config.microbatches, config.stages) == (8, 4)
+        workers = 8 if job.n_processes == 1 else job.n_processes
+        assert (config.microbatches, config.stages) == (workers, 4)
         assert config.data.root == (
             "/imagenette" if "imagenette" in job.name else "/cifar10"
         )
