@@ -46,6 +46,13 @@ def test_rules_differ_by_colour_marker_and_dashes():
     assert [line.get_linestyle() for line in axes.lines] == ["-"] * 7 + ["--"]
 
 
+def test_the_legend_of_many_rules_leaves_height_to_the_curves():
+    rules = [f"CDP-v1 predicted (cdp_v1_form_{k})" for k in range(12)]
+    figure = accuracy({rule: [[0.1, 0.2], [0.2, 0.3]] for rule in rules})
+    figure.draw_without_rendering()
+    assert figure.axes[0].get_position().height > 0.7
+
+
 @pytest.mark.parametrize(
     ("curves", "got"),
     [

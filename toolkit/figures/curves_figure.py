@@ -69,7 +69,9 @@ def over_epochs(curves: Curves, by: Metric) -> Figure:
     last_third = 2 * n_epochs // 3
     spread = np.ma.ptp(np.ma.concatenate(means))
     last_spread = np.ma.ptp(np.ma.concatenate([mean[last_third:] for mean in means]))
-    with drawing((5.2, 2.6)) as figure:
+    # The legend of many rules would leave no height to the curves.
+    n_legend_lines = sum(_label(rule).count("\n") + 1 for rule in curves)
+    with drawing((5.2, max(2.6, 0.2 * n_legend_lines))) as figure:
         axes = figure.subplots()
         panels = [axes]
         # An inset magnifies the last epochs if their means lie close together. Lines that end far
@@ -134,7 +136,12 @@ def _draw_rule(
         epochs + 1, low, high, color=line_style["color"], alpha=0.18, linewidth=0
     )
     marker = MARKERS[index % len(MARKERS)]
-    axes.plot(epochs + 1, mean, marker=marker, label=fill(rule, 28), **line_style)
+    axes.plot(epochs + 1, mean, marker=marker, label=_label(rule), **line_style)
+
+
+def _label(rule: str) -> str:
+    """Return the name of a rule in lines that fit a legend at the right."""
+    return fill(rule, 28)
 
 
 def memory_curves(
