@@ -1,4 +1,4 @@
-"""Runs that train at the same time: what their processes are told."""
+"""Runs that train at the same time: the signals that their processes get."""
 
 import signal
 from contextlib import nullcontext

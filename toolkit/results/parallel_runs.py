@@ -21,7 +21,7 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 
@@ -87,7 +87,7 @@ class _Failed:
     """Report that a run has raised an exception."""
 
     error: UserError | RuntimeError  # what the comparison raises
-    number: int = signal.SIGTERM  # the signal that saves the other runs
+    number: ClassVar[int] = signal.SIGTERM  # saves the other runs
 
 
 def check_parallel_runs(
